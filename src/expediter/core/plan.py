@@ -1,0 +1,125 @@
+"""What crosses between a scheduler and whatever runs its steps.
+
+A `StepPlan` is a packed batch: its entries are sequences, decodes first, each with a run of tokens to compute. The
+arrays may be views of the scheduler's own state and are valid until `apply`; who keeps a plan longer copies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.events import Event
+from expediter.core.request import RequestState, TokenArray
+
+IntArray = npt.NDArray[np.int32]
+
+
+class StepFeatures(NamedTuple):
+    """The numbers that a step's duration depends on (DESIGN: step-time model).
+
+    Attributes:
+        num_tokens: tokens computed in the step.
+        num_seqs: entries of the batch.
+        num_decodes: entries that compute one token after their prompt.
+        decode_context_tokens: sum over decodes of the KV tokens they read, the new one included.
+        prefill_attention: sum over chunks of chunk * (prefix + chunk / 2), in tokens squared.
+        num_prefill_tokens: tokens of all chunks.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    decode_context_tokens: int
+    prefill_attention: float
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+
+class Admission(NamedTuple):
+    """A sequence that enters the running set with this plan; the executor sets its slot up anew.
+
+    Attributes:
+        slot: row that it occupies until it leaves.
+        state: the request; its `output` holds what was generated before a preemption.
+        tokens: all known tokens, int32, shape [num_known_tokens].
+        num_cached_tokens: leading tokens whose KV is already in its blocks.
+    """
+
+    slot: int
+    state: RequestState
+    tokens: TokenArray
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The decision for one forward pass.
+
+    Attributes:
+        step_id: increasing; `apply` takes results in this order only.
+        num_decodes: entries [0, num_decodes) are one-token decodes, the rest are chunks.
+        slots: row of each entry, int32, shape [num_seqs].
+        starts: computed tokens before the step = position of the first new token, int32, shape [num_seqs].
+        lengths: new tokens per entry, int32, shape [num_seqs]; 1 for decodes.
+        tokens: the new tokens, packed in entry order, int32, shape [sum(lengths)].
+        sampled: entries whose last token yields an output token, intp, shape [num_sampled]; ascending.
+        block_tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; index it by slot. Column c of
+            a row is valid for c < ceil((start + length) / block_size).
+        admitted: sequences that entered with this plan.
+        num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
+        events: what planning itself did: admissions and preemptions.
+    """
+
+    step_id: int
+    num_decodes: int
+    slots: IntArray
+    starts: IntArray
+    lengths: IntArray
+    tokens: IntArray
+    sampled: npt.NDArray[np.intp]
+    block_tables: IntArray
+    features: StepFeatures
+    admitted: tuple[Admission, ...]
+    events: list[Event]
+    num_steps: int = 1
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to run; such a plan is not executed and not applied."""
+        return not len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one output token: its own, and the best alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced.
+
+    Attributes:
+        step_id: of the plan.
+        tokens: int32, shape [num_steps, num_sampled], in the order of `plan.sampled`.
+        elapsed_s: how long the executor took (measured, or modelled in simulation).
+        logprobs: per sampled entry, None where not asked for; None when nobody asked.
+    """
+
+    step_id: int
+    tokens: IntArray
+    elapsed_s: float
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -1,0 +1,77 @@
+"""Protocols that cross layers. Every implementation passes the conformance suite of `expediter.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.events import Event
+from expediter.core.plan import StepFeatures, StepPlan, StepResult
+
+
+class Clock(Protocol):
+    """Time as an argument: real in `runtime`, virtual in `sim` and tests."""
+
+    def now(self) -> float:
+        """Return seconds since the clock's own origin; never goes back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorLimits:
+    """What an executor can hold.
+
+    Attributes:
+        num_blocks: KV blocks in its pool; ids are [0, num_blocks).
+        block_size: tokens per block.
+        max_model_len: longest sequence that the model can attend over, in tokens.
+        vocab_size: sampled tokens lie in [0, vocab_size).
+        max_num_seqs: slots.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+
+
+class Executor(Protocol):
+    """Runs planned steps on a model (or pretends to)."""
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan to its end; reads the plan's arrays, keeps none of them."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and processes back; safe to call twice."""
+        ...
+
+
+class StepTimeModel(Protocol):
+    """Predicts how long a step takes."""
+
+    def step_time_s(self, features: StepFeatures) -> float:
+        """Return the duration of one step in seconds, above 0."""
+        ...
+
+    def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:
+        """Return the durations of `num_steps` successive decode steps, float64, shape [num_steps].
+
+        In step k (from 0) the context has grown by k * num_decodes tokens. Entry k equals, bit for bit, what
+        `step_time_s` says of those features: a jump in simulation is the same as stepping.
+        """
+        ...
+
+
+class MetricsSink(Protocol):
+    """Receives events in order, as they happen."""
+
+    def record(self, events: Iterable[Event]) -> None: ...

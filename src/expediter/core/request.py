@@ -1,0 +1,168 @@
+"""A request as the client sent it, and its state while the scheduler owns it.
+
+The lifecycle is the table `_MOVES`; every change of status goes through `RequestState.move`, so an illegal move
+raises instead of leaving a request in two places at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.errors import InvariantError, RequestError
+
+TokenArray = npt.NDArray[np.int32]
+"""Token ids, int32, shape [num_tokens]."""
+
+
+class Status(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. The first two are successes and OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+_MOVES: Final[Mapping[Status, frozenset[Status]]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
+    Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn. Ranges follow vLLM's and OpenAI's API; the gateway has checked them.
+
+    `temperature == 0` is greedy. `top_k <= 0` and `min_p == 0` switch those filters off. `logprobs` is the number of
+    alternatives to report per token, None for none at all.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+GREEDY: Final = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A client's job, immutable.
+
+    Args:
+        request_id: unique among live requests; the driver makes it, never the client.
+        prompt: token ids, int32, shape [num_tokens], at least one.
+        max_tokens: most output tokens, at least 1.
+        min_tokens: output tokens before a stop token counts.
+        stop_token_ids: tokens that end the request, end-of-sequence ids included; empty to ignore them all.
+        priority: lower runs first (vLLM's convention).
+        cache_salt: root of the prefix cache; requests under different salts never share blocks.
+        arrival_s: when it came in, in the driver's clock.
+    Raises:
+        RequestError: a field is out of range.
+    """
+
+    request_id: str
+    prompt: TokenArray
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = GREEDY
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prompt.dtype != np.int32 or self.prompt.ndim != 1:
+            raise RequestError("prompt must be a one-dimensional int32 array", param="prompt")
+        if not len(self.prompt):
+            raise RequestError("prompt must hold at least one token", param="prompt")
+        if self.max_tokens < 1:
+            raise RequestError("max_tokens must be at least 1", param="max_tokens")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError("min_tokens must lie between 0 and max_tokens", param="min_tokens")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt plus the longest possible output, in tokens."""
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """What the scheduler knows of a live request. Only the scheduler writes to it.
+
+    While a request runs, its newest output tokens lie in the scheduler's arrays; `output` is complete whenever the
+    request is not running.
+
+    Attributes:
+        sequence: order of arrival at this scheduler; breaks every tie.
+        token_bytes: the known tokens as raw int32 bytes, which the prefix cache slices and compares in C.
+        slot: row in the scheduler's arrays and in the block table while running, else -1.
+        num_computed_tokens: tokens whose KV exists (cached ones included), as of the last applied step.
+        num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
+        num_bypassed: requests admitted past this one while it did not fit.
+        num_skipped_tokens: tokens reused over all admissions.
+    """
+
+    request: Request
+    sequence: int
+    token_bytes: bytes
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int = -1
+    output: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_bypassed: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens; exact only while the request is not running."""
+        return len(self.token_bytes) >> 2
+
+    def move(self, status: Status) -> None:
+        """Change the status.
+
+        Raises:
+            InvariantError: the lifecycle table does not allow the move.
+        """
+        if status not in _MOVES[self.status]:
+            raise InvariantError(f"request {self.request_id}: {self.status.value} -> {status.value} is not a move")
+        self.status = status

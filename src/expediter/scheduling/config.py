@@ -1,0 +1,47 @@
+"""Limits of one replica's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expediter.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much one step and one replica may hold.
+
+    Args:
+        max_num_seqs: most running sequences; one decode token each must fit the budget.
+        max_num_batched_tokens: token budget of a step.
+        max_model_len: longest prompt plus output, in tokens.
+        max_preemptions: after so many, a request resumes only when blocks for its longest possible output are free, and
+            is never preempted again; bounds recomputation.
+        max_bypasses: requests that may be admitted past one that does not fit; then it blocks the queue until it runs.
+            This is the ageing bound of admission.
+        max_scan: waiting requests looked at behind a blocked one, per step.
+        watermark_blocks: blocks that admission leaves available for the growth of what runs already.
+    Raises:
+        ConfigurationError: a limit is out of range.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 131_072
+    max_preemptions: int = 3
+    max_bypasses: int = 32
+    max_scan: int = 8
+    watermark_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scan"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_preemptions", "max_bypasses", "watermark_blocks"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence decodes one token per step"
+            )
