@@ -1,0 +1,207 @@
+"""KV blocks of running sequences: block tables by slot, over the pool and the prefix cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.kvcache.pool import BlockIds, BlockPool
+from expediter.kvcache.radix import NO_MATCH, PrefixMatch, RadixTree
+
+
+class KVCacheManager:
+    """Gives running sequences their blocks and takes them back exactly once.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        max_num_seqs: slots.
+        max_model_len: longest sequence, in tokens.
+        prefix_caching: keep the blocks of ended sequences for reuse.
+    Attributes:
+        tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; rows are valid up to `num_owned`.
+        num_owned: blocks per slot, int32, shape [max_num_seqs].
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        if block_size < 1:
+            raise ConfigurationError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.tree = RadixTree(self.pool, block_size)
+        self.prefix_caching = prefix_caching
+        # A sequence never owns more than the pool, however long the model would let it grow.
+        max_blocks = min(self.blocks_for(max_model_len), num_blocks)
+        self.tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_owned: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+        self._num_shared: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that `num_tokens` tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that only the prefix cache holds; they can be evicted."""
+        return self.tree.num_evictable
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be handed out now: free ones and cached ones."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that running sequences own; shared ones count once."""
+        return self.pool.num_blocks - self.num_available_blocks
+
+    def num_exclusive_blocks(self, slot: int) -> int:
+        """Return how many blocks would become available if the sequence in `slot` left."""
+        return int(np.count_nonzero(self.pool.refs[self._owned(slot)] == 1))
+
+    # -- a sequence's life --------------------------------------------------------------------------------------------
+
+    def match(self, tokens: bytes, salt: str) -> PrefixMatch:
+        """Return the cached prefix of a sequence, leaving at least its last token to compute.
+
+        A step must compute one token to have something to sample from, even if every block is cached.
+
+        Args:
+            tokens: all known tokens as int32 bytes.
+        """
+        if not self.prefix_caching:
+            return NO_MATCH
+        return self.tree.match(tokens, salt, (len(tokens) // 4 - 1) // self.block_size)
+
+    def shortage(self, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> int:
+        """Return how many blocks `admit` would lack with the same arguments; at most 0 if it would succeed."""
+        ownerless = match.num_blocks - int(np.count_nonzero(self.pool.refs[match.blocks]))
+        missing = self.blocks_for(num_tokens) - match.num_blocks
+        return missing + spare_blocks - (self.num_available_blocks - ownerless)
+
+    def admit(self, slot: int, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+        """Give `slot` the matched blocks and new ones up to `num_tokens` tokens.
+
+        Args:
+            spare_blocks: blocks that must stay available afterwards.
+        Returns:
+            False if there is no room; then nothing has changed.
+        """
+        if self.shortage(match, num_tokens, spare_blocks) > 0:
+            return False
+        missing = self.blocks_for(num_tokens) - match.num_blocks
+        if match.node is not None:
+            # Owned first, so that making room for the rest cannot evict them.
+            self.tree.num_evictable -= self.pool.acquire(match.blocks)
+            self.tree.touch(match.node)
+            self.tables[slot, : match.num_blocks] = match.blocks
+        self.tables[slot, match.num_blocks : match.num_blocks + missing] = self.take(missing)
+        self.num_owned[slot] = match.num_blocks + missing
+        self._num_shared[slot] = match.num_blocks
+        return True
+
+    def take(self, count: int) -> BlockIds:
+        """Return `count` blocks with one owner each, evicting where free ones run out.
+
+        Free blocks go first: cached contents are worth more than none.
+
+        Raises:
+            InvariantError: fewer are available; callers look first.
+        """
+        short = count - self.pool.num_free
+        if short <= 0:
+            return self.pool.pop(count)
+        free = self.pool.pop(self.pool.num_free)
+        evicted = self.tree.evict(short)
+        self.pool.refs[evicted] = 1
+        return np.concatenate((free, evicted)) if len(free) else evicted
+
+    def append(self, slots: npt.NDArray[np.int32], blocks: BlockIds) -> None:
+        """Append `blocks[i]` to the table of `slots[i]`; the slots are distinct."""
+        owned = self.num_owned[slots]
+        self.tables[slots, owned] = blocks
+        self.num_owned[slots] = owned + 1
+
+    def append_runs(self, slots: npt.NDArray[np.int32], ordinals: npt.NDArray[np.int64], blocks: BlockIds) -> None:
+        """Append several blocks per slot: `blocks[i]` becomes the `ordinals[i]`-th new one (from 0) of `slots[i]`."""
+        self.tables[slots, self.num_owned[slots] + ordinals] = blocks
+        np.add.at(self.num_owned, slots, 1)
+
+    def commit(self, slot: int, tokens: bytes, salt: str, num_computed: int) -> None:
+        """Make the full blocks of the first `num_computed` tokens reusable.
+
+        Where the cache already holds equal blocks, the sequence goes over to those and gives its own up.
+
+        Args:
+            tokens: the sequence's tokens as int32 bytes, at least `num_computed`.
+        """
+        full = num_computed // self.block_size
+        shared = int(self._num_shared[slot])
+        if not self.prefix_caching or full <= shared:
+            return
+        own = self.tables[slot, :full].copy()
+        blocks = self.tree.insert(tokens, salt, own, shared)
+        self._num_shared[slot] = full
+        if blocks is not own:
+            changed = blocks != own
+            # Before ours go, or a common owner would be lost in between.
+            self.tree.num_evictable -= self.pool.acquire(blocks[changed])
+            self.pool.push(self.pool.disown(own[changed]))
+            self.tables[slot, :full] = blocks
+
+    def release(self, slot: int) -> None:
+        """Take all blocks of `slot` back; committed ones stay cached, the others are free."""
+        owned = self._owned(slot)
+        if not len(owned):
+            raise InvariantError(f"slot {slot} owns no blocks")
+        shared = int(self._num_shared[slot])
+        cached = self.pool.disown(owned[:shared])
+        self.pool.push(self.pool.disown(owned[shared:]))
+        self.tree.num_evictable += len(cached)
+        if shared:
+            self.tree.touch(self.tree.node_of(int(owned[shared - 1])))
+        self.num_owned[slot] = 0
+        self._num_shared[slot] = 0
+
+    def _owned(self, slot: int) -> BlockIds:
+        return self.tables[slot, : self.num_owned[slot]]
+
+    # -- integrity ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Verify that every block is free, cached or used, exactly once, and has as many owners as it counts.
+
+        Raises:
+            InvariantError: it does not hold (a bug of ours).
+        """
+        self.tree.check()
+        owners = np.zeros(self.num_blocks, np.int32)
+        for slot in np.flatnonzero(self.num_owned):
+            np.add.at(owners, self._owned(int(slot)), 1)
+        if (owners != self.pool.refs).any():
+            raise InvariantError(f"owners of blocks {np.flatnonzero(owners != self.pool.refs).tolist()} are miscounted")
+        state = (owners > 0).astype(np.int32)
+        state += (owners == 0) & self.tree.holds(np.arange(self.num_blocks, dtype=np.int32))
+        np.add.at(state, self.pool.free_ids(), 1)
+        if (state != 1).any():
+            raise InvariantError(f"blocks {np.flatnonzero(state != 1).tolist()} are lost or in two places")

@@ -1,0 +1,185 @@
+"""The sequences that decode one token per step, as arrays.
+
+A step in which nothing changes touches them with a handful of array operations, whatever their number; Python looks at
+a single sequence only when it joins, reaches a block edge, ends or is taken out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.plan import IntArray
+from expediter.core.request import RequestState
+
+_NO_STOP = np.iinfo(np.int32).min  # no token id, not even a synthetic one of the simulator
+_FIRST_WIDTH = 64
+
+
+class DecodingBatch:
+    """Rows of decoding sequences, dense and in the order in which they joined.
+
+    Row r < `size` is one sequence. `counters` holds per row, as int32, what changes by one each step:
+
+    - `COMPUTED`: tokens whose KV exists; the position of the next input token.
+    - `OUTPUT`: output tokens so far.
+    - `ROOM`: negative number of free token positions in its blocks; 0 means that the next token needs a new block.
+    - `LEFT`: negative number of output tokens until the longest allowed length; 0 means finished.
+
+    All four rise by one per step, so that a step is a single addition.
+    """
+
+    COMPUTED, OUTPUT, ROOM, LEFT = range(4)
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.size = 0
+        self.num_stopping = 0
+        self.counters: IntArray = np.zeros((4, max_num_seqs), np.int32)
+        self.slots: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.last_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.states: npt.NDArray[np.object_] = np.empty(max_num_seqs, np.object_)
+        self._min_output: IntArray = np.zeros(max_num_seqs, np.int32)
+        self._stops: IntArray = np.full((max_num_seqs, 1), _NO_STOP, np.int32)
+        # Output tokens by slot, not by row, so that rows can move without moving text.
+        self._outputs: IntArray = np.zeros((max_num_seqs, _FIRST_WIDTH), np.int32)
+        self.context_tokens = 0
+
+    # -- membership ---------------------------------------------------------------------------------------------------
+
+    def join(self, state: RequestState, num_blocks_tokens: int) -> None:
+        """Add a sequence whose newest known token is its only uncomputed one.
+
+        Args:
+            num_blocks_tokens: token positions in the blocks that it owns.
+        """
+        row, request, num_output = self.size, state.request, len(state.output)
+        self.size += 1
+        computed = state.num_computed_tokens
+        self.counters[:, row] = (computed, num_output, computed - num_blocks_tokens, num_output - request.max_tokens)
+        self.slots[row] = state.slot
+        self.last_tokens[row] = state.output[-1]
+        self.states[row] = state
+        self._min_output[row] = request.min_tokens
+        self._reserve(num_output + 1)
+        self._outputs[state.slot, :num_output] = state.output
+        self._set_stops(row, request.stop_token_ids)
+        self.context_tokens += computed + 1
+
+    def leave(self, rows: npt.NDArray[np.intp]) -> list[RequestState]:
+        """Remove rows; return their states, brought up to date, in row order."""
+        left: list[RequestState] = []
+        for row in rows.tolist():
+            state: RequestState = self.states[row]
+            computed, num_output, _, _ = self.counters[:, row].tolist()
+            state.num_computed_tokens = computed
+            new = self._outputs[state.slot, len(state.output) : num_output]
+            state.output.extend(new.tolist())
+            state.token_bytes += new.tobytes()
+            self.context_tokens -= computed + 1
+            self.num_stopping -= bool(state.request.stop_token_ids)
+            left.append(state)
+        keep = np.ones(self.size, bool)
+        keep[rows] = False
+        size = self.size - len(left)
+        self.counters[:, :size] = self.counters[:, : self.size][:, keep]
+        for column in (self.slots, self.last_tokens, self.states, self._min_output, self._stops):
+            column[:size] = column[: self.size][keep]
+        self.states[size : self.size] = None
+        self.size = size
+        return left
+
+    def row_of(self, state: RequestState) -> int:
+        """Return the row of a sequence that is in the batch."""
+        return int(np.flatnonzero(self.slots[: self.size] == state.slot)[0])
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def at_edge(self) -> npt.NDArray[np.intp]:
+        """Return the rows whose next token needs a new block."""
+        return np.flatnonzero(self.counters[self.ROOM, : self.size] == 0)
+
+    def add_room(self, rows: npt.NDArray[np.intp], num_tokens: int | IntArray) -> None:
+        """Record that `rows` got blocks for `num_tokens` more tokens."""
+        self.counters[self.ROOM, rows] -= num_tokens
+
+    def advance(self, tokens: IntArray) -> npt.NDArray[np.intp]:
+        """Append sampled tokens to all rows.
+
+        Args:
+            tokens: int32, shape [num_steps, size].
+        Returns:
+            Rows that are finished, ascending.
+        """
+        size, num_steps = self.size, len(tokens)
+        counters = self.counters[:, :size]
+        output = counters[self.OUTPUT]
+        self._reserve(int(output.max()) + num_steps)
+        if num_steps == 1:
+            self._outputs[self.slots[:size], output] = tokens[0]
+        else:
+            columns = output[:, None] + np.arange(num_steps, dtype=np.int32)
+            self._outputs[self.slots[:size, None], columns] = tokens.T
+        self.last_tokens[:size] = tokens[-1]
+        counters += num_steps
+        self.context_tokens += size * num_steps
+        done = counters[self.LEFT] == 0
+        if self.num_stopping:
+            hit = (self._stops[:size] == tokens[-1][:, None]).any(axis=1)
+            done |= hit & (output >= self._min_output[:size])
+        return np.flatnonzero(done)
+
+    # -- runs of steps (simulation) -----------------------------------------------------------------------------------
+
+    def max_run(self, block_size: int, available_blocks: int) -> int:
+        """Return in how many steps in a row nobody passes its longest length or lacks a block."""
+        run = -int(self.counters[self.LEFT, : self.size].max())
+        room = -self.counters[self.ROOM, : self.size]
+
+        def missing_blocks(num_steps: int) -> int:
+            return int((-(-np.maximum(num_steps - room, 0) // block_size)).sum())
+
+        if missing_blocks(run) <= available_blocks:
+            return run
+        enough, short = 1, run
+        while short - enough > 1:
+            middle = (enough + short) // 2
+            if missing_blocks(middle) <= available_blocks:
+                enough = middle
+            else:
+                short = middle
+        return enough
+
+    def edges_in_run(
+        self, num_steps: int, block_size: int
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64], IntArray]:
+        """Return the block edges of a run in the order in which single steps would meet them: by step, then row.
+
+        Returns:
+            Row and ordinal (0 for a row's first new block in the run) of each edge, and the new blocks per row.
+        """
+        room = -self.counters[self.ROOM, : self.size]
+        counts = (-(-np.maximum(num_steps - room, 0) // block_size)).astype(np.int32)
+        rows = np.repeat(np.arange(self.size), counts)
+        starts = np.cumsum(counts) - counts
+        ordinals = np.arange(len(rows)) - starts[rows]
+        order = np.lexsort((rows, room[rows] + ordinals * block_size))
+        return rows[order], ordinals[order], counts
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, width: int) -> None:
+        have = self._outputs.shape[1]
+        if width > have:
+            wider = np.zeros((self._outputs.shape[0], max(width, 2 * have)), np.int32)
+            wider[:, :have] = self._outputs
+            self._outputs = wider
+
+    def _set_stops(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
+        self.num_stopping += bool(stop_token_ids)
+        have = self._stops.shape[1]
+        if len(stop_token_ids) > have:
+            wider = np.full((self._stops.shape[0], len(stop_token_ids)), _NO_STOP, np.int32)
+            wider[:, :have] = self._stops
+            self._stops = wider
+        self._stops[row] = _NO_STOP
+        self._stops[row, : len(stop_token_ids)] = stop_token_ids
