@@ -1,0 +1,1 @@
+"""Metrics and logs, derived from events; nothing here is read by a decision."""

@@ -1,0 +1,277 @@
+"""What crosses the socket between gateway and replica: typed msgpack frames, no pickle anywhere.
+
+A frame is four bytes of length (big endian), then one tagged msgpack map. Lengths are bounded, types are checked while
+decoding, and token arrays travel as raw little-endian int32 whose length is checked against what it must be.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from expediter.core.errors import ReplicaError, RequestError
+from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Queued, Rejected, Tokens
+from expediter.core.plan import StepFeatures, TokenLogprobs
+from expediter.core.ports import ExecutorLimits
+from expediter.core.request import FinishReason, Request, SamplingParams, TokenArray
+from expediter.runtime.loop import StepRecord
+
+MAX_FRAME_BYTES: Final = 64 << 20
+_LENGTH: Final = struct.Struct(">I")
+_WIRE_DTYPE: Final = np.dtype("<i4")
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
+    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32."""
+
+    request_id: str
+    prompt: bytes
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str
+    tenant: str
+    arrival_s: float
+
+
+class AbortFrame(msgspec.Struct, frozen=True, tag="abort"):
+    """Gateway → replica: end this request; unknown ids are ignored."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class DrainFrame(msgspec.Struct, frozen=True, tag="drain"):
+    """Gateway → replica: take no new requests."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
+    """Replica → gateway: ready to serve. `max_model_len` is what this replica accepts, in tokens."""
+
+    replica_id: int
+    pid: int
+    limits: ExecutorLimits
+    max_model_len: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Replica → gateway: it cannot start with what it was told; the message is for the operator."""
+
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
+    """Replica → gateway: gauges at one moment; also the heartbeat of an idle replica."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+
+
+class TokensFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens of one step. `tokens` is raw int32, shape [num_steps, len(request_ids)]."""
+
+    now_s: float
+    request_ids: tuple[str, ...]
+    num_steps: int
+    tokens: bytes
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class StepFrame(msgspec.Struct, frozen=True, tag="step", kw_only=True):
+    """Replica → gateway: the events of one turn of the loop, in order, each as (kind, body)."""
+
+    events: tuple[tuple[int, msgspec.Raw], ...]
+    stats: Stats
+    step_id: int = -1
+    features: StepFeatures | None = None
+    elapsed_s: float = 0.0
+
+
+GatewayFrame = Submit | AbortFrame | DrainFrame
+ReplicaFrame = Hello | Failed | Stats | StepFrame
+ReplicaEvent = Queued | Rejected | Admitted | Preempted | FirstToken | TokensFrame | Finished
+
+_KINDS: Final = (Queued, Rejected, Admitted, Preempted, FirstToken, TokensFrame, Finished)
+_KIND_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
+_EVENT_DECODERS: Final[tuple[msgspec.msgpack.Decoder[Any], ...]] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in _KINDS
+)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_GATEWAY_DECODER: Final[msgspec.msgpack.Decoder[GatewayFrame]] = msgspec.msgpack.Decoder(GatewayFrame)
+_REPLICA_DECODER: Final[msgspec.msgpack.Decoder[ReplicaFrame]] = msgspec.msgpack.Decoder(ReplicaFrame)
+
+
+def encode_frame(frame: GatewayFrame | ReplicaFrame) -> bytes:
+    """Return the frame with its length in front.
+
+    Raises:
+        ReplicaError: it exceeds MAX_FRAME_BYTES.
+    """
+    body = _ENCODER.encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ReplicaError(f"a frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameSplitter:
+    """Cuts a byte stream into frame bodies; holds no I/O of its own."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies that `data` completes.
+
+        Raises:
+            ReplicaError: a length exceeds MAX_FRAME_BYTES; nothing that follows can be trusted.
+        """
+        self._buffer += data
+        bodies: list[bytes] = []
+        position = 0
+        while len(self._buffer) - position >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, position)
+            if length > MAX_FRAME_BYTES:
+                raise ReplicaError(f"a frame claims {length} bytes, more than {MAX_FRAME_BYTES}")
+            end = position + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[position + _LENGTH.size : end]))
+            position = end
+        del self._buffer[:position]
+        return bodies
+
+
+def decode_gateway_frame(body: bytes) -> GatewayFrame:
+    """Return the typed frame.
+
+    Raises:
+        ReplicaError: it is malformed.
+    """
+    try:
+        return _GATEWAY_DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplicaError("malformed frame from the gateway") from error
+
+
+def decode_replica_frame(body: bytes) -> ReplicaFrame:
+    """Return the typed frame.
+
+    Raises:
+        ReplicaError: it is malformed.
+    """
+    try:
+        return _REPLICA_DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplicaError("malformed frame from a replica") from error
+
+
+def submit_frame(request: Request) -> Submit:
+    """Return the request as a frame."""
+    return Submit(
+        request_id=request.request_id,
+        prompt=request.prompt.astype(_WIRE_DTYPE, copy=False).tobytes(),
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+        sampling=request.sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        arrival_s=request.arrival_s,
+    )
+
+
+def request_of(frame: Submit) -> Request:
+    """Return the request of a frame.
+
+    Raises:
+        ReplicaError: its fields do not make a valid request.
+    """
+    try:
+        return Request(
+            request_id=frame.request_id,
+            prompt=decode_tokens(frame.prompt, len(frame.prompt) // _WIRE_DTYPE.itemsize),
+            max_tokens=frame.max_tokens,
+            min_tokens=frame.min_tokens,
+            stop_token_ids=frame.stop_token_ids,
+            sampling=frame.sampling,
+            priority=frame.priority,
+            cache_salt=frame.cache_salt,
+            tenant=frame.tenant,
+            arrival_s=frame.arrival_s,
+        )
+    except RequestError as error:
+        raise ReplicaError(f"invalid request in a frame: {error}") from error
+
+
+def decode_tokens(raw: bytes, num_tokens: int) -> TokenArray:
+    """Return raw int32 as an array of shape [num_tokens].
+
+    Raises:
+        ReplicaError: the length is not exactly that of `num_tokens` tokens.
+    """
+    if len(raw) != num_tokens * _WIRE_DTYPE.itemsize:
+        raise ReplicaError(f"{len(raw)} bytes are not {num_tokens} tokens")
+    return np.frombuffer(raw, dtype=_WIRE_DTYPE).astype(np.int32)
+
+
+def step_frame(events: Iterable[Event], step: StepRecord | None, stats: Stats) -> StepFrame:
+    """Return one turn of the loop as a frame."""
+    logprobs = step.logprobs if step else None
+    encoded = tuple(_encode_event(event, logprobs) for event in events)
+    if step is None:
+        return StepFrame(events=encoded, stats=stats)
+    return StepFrame(
+        events=encoded, stats=stats, step_id=step.step_id, features=step.features, elapsed_s=step.elapsed_s
+    )
+
+
+def events_of(frame: StepFrame) -> list[ReplicaEvent]:
+    """Return the events of a frame, in order.
+
+    Raises:
+        ReplicaError: an event is malformed.
+    """
+    events: list[ReplicaEvent] = []
+    for kind, body in frame.events:
+        if not 0 <= kind < len(_EVENT_DECODERS):
+            raise ReplicaError(f"no event of kind {kind}")
+        try:
+            event: ReplicaEvent = _EVENT_DECODERS[kind].decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ReplicaError("malformed event from a replica") from error
+        if isinstance(event, TokensFrame):
+            _check_tokens(event)
+        events.append(event)
+    return events
+
+
+def _check_tokens(event: TokensFrame) -> None:
+    if event.num_steps < 1:
+        raise ReplicaError("a tokens event covers no step")
+    decode_tokens(event.tokens, event.num_steps * len(event.request_ids))
+    if event.logprobs is not None and len(event.logprobs) != len(event.request_ids):
+        raise ReplicaError("a tokens event has logprobs for other requests than its own")
+
+
+def _encode_event(event: Event, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[int, msgspec.Raw]:
+    if not isinstance(event, Tokens):
+        return _KIND_OF[type(event)], msgspec.Raw(_ENCODER.encode(event))
+    frame = TokensFrame(
+        now_s=event.now_s,
+        request_ids=tuple(state.request_id for state in event.states),
+        num_steps=len(event.tokens),
+        tokens=event.tokens.astype(_WIRE_DTYPE, copy=False).tobytes(),
+        logprobs=None if logprobs is None else tuple(logprobs[column] for column in event.result_index),
+    )
+    return _KIND_OF[TokensFrame], msgspec.Raw(_ENCODER.encode(frame))

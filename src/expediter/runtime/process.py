@@ -1,0 +1,233 @@
+"""The replica's side of the socket: a reader thread fills the inbox, the main thread runs the loop.
+
+A replica never outlives its gateway: end of file on the socket ends the loop, a watchdog ends a loop that is stuck in
+a step, and on Linux the kernel kills the replica when the gateway's process is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from expediter.core.errors import ExpediterError, ReplicaError
+from expediter.core.events import Event
+from expediter.core.ports import Clock, Executor
+from expediter.runtime.clock import MonotonicClock
+from expediter.runtime.frames import (
+    AbortFrame,
+    DrainFrame,
+    Failed,
+    FrameSplitter,
+    GatewayFrame,
+    Hello,
+    ReplicaFrame,
+    Stats,
+    decode_gateway_frame,
+    encode_frame,
+    request_of,
+    step_frame,
+)
+from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, SchedulerPort, StepRecord
+from expediter.runtime.spec import ReplicaSpec, decode_spec
+
+HEARTBEAT_S: Final = 0.5
+_RECEIVE_BYTES: Final = 1 << 16
+_STUCK_EXIT_S: Final = 3.0
+_PR_SET_PDEATHSIG: Final = 1
+
+logger = logging.getLogger(__name__)
+
+
+class KVGauges(Protocol):
+    """Sizes of the scheduler's KV cache, in blocks."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_used_blocks(self) -> int: ...
+
+    @property
+    def num_cached_blocks(self) -> int: ...
+
+
+class MeasuredScheduler(SchedulerPort, Protocol):
+    """A scheduler that also tells its gauges."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_pending_tokens(self) -> int: ...
+
+    @property
+    def kv(self) -> KVGauges: ...
+
+
+class BuiltReplica(NamedTuple):
+    """What a spec became. `max_model_len` is the scheduler's, in tokens."""
+
+    scheduler: MeasuredScheduler
+    executor: Executor
+    max_model_len: int
+
+
+class SocketInbox:
+    """Commands from the gateway, read by a thread of its own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._closed = False
+        self._next: list[Command] = []
+        self._loop_ended = threading.Event()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the gateway is gone, as far as `take` and `wait` have seen."""
+        return self._closed
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def take(self) -> Sequence[Command]:
+        while True:
+            try:
+                self._put_next(self._commands.get_nowait())
+            except queue.Empty:
+                taken, self._next = self._next, []
+                return taken
+
+    def wait(self, timeout_s: float) -> None:
+        """Return as soon as there is something to take, or after the timeout."""
+        try:
+            self._put_next(self._commands.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    def finish(self) -> None:
+        """Tell the watchdog that the loop has ended by itself."""
+        self._loop_ended.set()
+
+    def _put_next(self, command: Command | None) -> None:
+        if command is None:
+            self._closed = True
+        else:
+            self._next.append(command)
+
+    def _read(self) -> None:
+        splitter = FrameSplitter()
+        try:
+            while data := self._sock.recv(_RECEIVE_BYTES):
+                for body in splitter.feed(data):
+                    self._commands.put(_command_of(decode_gateway_frame(body)))
+        except (OSError, ReplicaError):
+            logger.exception("the gateway's socket is unusable")
+        self._commands.put(None)
+        if not self._loop_ended.wait(_STUCK_EXIT_S):
+            os._exit(1)  # the loop is stuck in a step that nobody waits for any more
+
+
+def _command_of(frame: GatewayFrame) -> Command:
+    match frame:
+        case AbortFrame():
+            return Abort(frame.request_id, frame.reason)
+        case DrainFrame():
+            return Drain()
+        case _:
+            return request_of(frame)
+
+
+class SocketSink:
+    """Sends each turn of the loop as one frame, and a heartbeat with gauges when nothing happens."""
+
+    def __init__(self, sock: socket.socket, scheduler: MeasuredScheduler, clock: Clock) -> None:
+        self._sock = sock
+        self._scheduler = scheduler
+        self._clock = clock
+        self._last_sent_s = float("-inf")
+
+    def emit(self, events: list[Event], step: StepRecord | None) -> None:
+        if events or step:
+            self.send(step_frame(events, step, self._stats()))
+        elif self._clock.now() - self._last_sent_s >= HEARTBEAT_S:
+            self.send(self._stats())
+
+    def send(self, frame: ReplicaFrame) -> None:
+        """Send one frame; blocks while the gateway is behind, which slows the replica down instead of growing a queue.
+
+        Raises:
+            OSError: the gateway is gone.
+        """
+        self._sock.sendall(encode_frame(frame))
+        self._last_sent_s = self._clock.now()
+
+    def _stats(self) -> Stats:
+        scheduler = self._scheduler
+        return Stats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pending_tokens=scheduler.num_pending_tokens,
+            num_blocks=scheduler.kv.num_blocks,
+            num_used_blocks=scheduler.kv.num_used_blocks,
+            num_cached_blocks=scheduler.kv.num_cached_blocks,
+        )
+
+
+def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
+    """Be a replica: read the spec from standard input, build, serve until the gateway is gone; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway drains, then ends us
+    spec = decode_spec(sys.stdin.buffer.read())
+    _die_with_parent(spec.parent_pid)
+    with socket.socket(fileno=spec.socket_fd) as sock:
+        inbox = SocketInbox(sock)
+        inbox.start()  # before building: a gateway that leaves while a model loads is noticed
+        try:
+            built = build(spec)
+        except ExpediterError as error:
+            sock.sendall(encode_frame(Failed(str(error))))
+            return 2
+        try:
+            _serve(spec, built, sock, inbox)
+        except BrokenPipeError:
+            logger.info("replica %d: the gateway is gone", spec.replica_id)
+        finally:
+            inbox.finish()
+            built.executor.close()
+    return 0
+
+
+def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: SocketInbox) -> None:
+    clock = MonotonicClock()
+    sink = SocketSink(sock, built.scheduler, clock)
+    loop = ReplicaLoop(built.scheduler, built.executor, clock, inbox, sink)
+    sink.send(
+        Hello(
+            replica_id=spec.replica_id,
+            pid=os.getpid(),
+            limits=built.executor.limits,
+            max_model_len=built.max_model_len,
+        )
+    )
+    while not inbox.closed:
+        if not loop.run_once():
+            inbox.wait(HEARTBEAT_S)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux); elsewhere end of file has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(1)

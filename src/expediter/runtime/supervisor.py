@@ -1,0 +1,367 @@
+"""The gateway's side of the replicas: starts and restarts them, dispatches requests, passes events on."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from expediter.control.routing import ReplicaSnapshot, Router
+from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
+from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Queued, Rejected
+from expediter.core.ports import Clock
+from expediter.core.request import FinishReason, Request
+from expediter.runtime.frames import (
+    AbortFrame,
+    DrainFrame,
+    Failed,
+    Hello,
+    ReplicaEvent,
+    ReplicaFrame,
+    Stats,
+    StepFrame,
+    TokensFrame,
+    decode_tokens,
+    events_of,
+    submit_frame,
+)
+from expediter.runtime.replica_process import ReplicaProcess
+from expediter.runtime.spec import ReplicaSpec
+from expediter.runtime.streams import RequestStream
+from expediter.telemetry.metrics import ReplicaMetrics, ServerMetrics
+from expediter.telemetry.step_log import StepLog
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaState(enum.Enum):
+    """Where a replica is; only one that is UP gets requests."""
+
+    STARTING = "starting"
+    UP = "up"
+    STALLED = "stalled"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """Patience with replicas, in seconds.
+
+    Args:
+        start_timeout_s: for a replica to load its model.
+        stall_s: without a frame, before a replica counts as stalled and gets no requests.
+        kill_stalled_s: without a frame, before it is killed and started again.
+        min_backoff_s, max_backoff_s: pause before a restart; doubles with each one in a row.
+        stable_s: after being up so long, a death is the first in a row again.
+    Raises:
+        ConfigurationError: the order of the times makes no sense.
+    """
+
+    start_timeout_s: float = 600.0
+    stall_s: float = 15.0
+    kill_stalled_s: float = 60.0
+    min_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stall_s <= self.kill_stalled_s or not 0 < self.min_backoff_s <= self.max_backoff_s:
+            raise ConfigurationError("stall_s <= kill_stalled_s and min_backoff_s <= max_backoff_s must be above 0")
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    spec: ReplicaSpec
+    metrics: ReplicaMetrics
+    state: ReplicaState = ReplicaState.STARTING
+    process: ReplicaProcess | None = None
+    hello: Hello | None = None
+    in_flight: dict[str, RequestStream] = field(default_factory=dict)
+    num_pending_tokens: int = 0
+    last_frame_s: float = 0.0
+    up_since_s: float = 0.0
+    num_deaths_in_a_row: int = 0
+
+
+class Supervisor:
+    """All replicas of one server; lives on the gateway's event loop.
+
+    Args:
+        command: argv of a replica process, which calls `runtime.process.replica_main`.
+        specs: one per replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str],
+        specs: Sequence[ReplicaSpec],
+        router: Router,
+        metrics: ServerMetrics,
+        step_log: StepLog,
+        clock: Clock,
+        config: SupervisorConfig,
+    ) -> None:
+        self._command = command
+        self._router = router
+        self._step_log = step_log
+        self._clock = clock
+        self._config = config
+        self._replicas = [_Replica(spec, metrics.for_replica(spec.replica_id)) for spec in specs]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._start_error: asyncio.Future[None] | None = None
+        self._all_up = asyncio.Event()
+
+    # ---- lifecycle
+
+    async def start(self) -> list[Hello]:
+        """Start all replicas; return what each can hold, once all are up.
+
+        Raises:
+            ConfigurationError: a replica refused what it was told.
+            ReplicaError: a replica died, or took too long, before it was up.
+        """
+        self._start_error = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._keep_running(replica)) for replica in self._replicas]
+        self._tasks.append(asyncio.create_task(self._watch_for_stalls()))
+        all_up = asyncio.ensure_future(self._all_up.wait())
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await asyncio.wait((all_up, self._start_error), return_when=asyncio.FIRST_COMPLETED)
+            if self._start_error.done():
+                self._start_error.result()
+        except BaseException as error:
+            all_up.cancel()
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                raise ReplicaError(f"replicas were not up after {self._config.start_timeout_s:g} s") from error
+            raise
+        self._start_error = None
+        return [replica.hello for replica in self._replicas if replica.hello is not None]
+
+    def drain(self) -> None:
+        """Take no new requests; what is in flight goes on."""
+        self._draining = True
+        for replica in self._replicas:
+            if replica.process is not None:
+                replica.process.send(DrainFrame())
+
+    def fail_in_flight(self) -> None:
+        """End every request in flight with an error event now."""
+        for replica in self._replicas:
+            for request_id in tuple(replica.in_flight):
+                self.abort(request_id)
+            self._lose_requests(replica)
+
+    async def stop(self) -> None:
+        """End all replicas and wait until their processes are gone; requests in flight end with an error event."""
+        self._draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    # ---- requests
+
+    def submit(self, request: Request, wake: asyncio.Event) -> RequestStream:
+        """Dispatch a request to the replica that the router picks.
+
+        Args:
+            wake: set whenever the stream has something new; streams of one consumer share it.
+        Raises:
+            CapacityError: no replica is up, or the server is shutting down.
+        """
+        if self._draining:
+            raise CapacityError("the server is shutting down")
+        snapshots = [
+            ReplicaSnapshot(
+                replica_id=replica.spec.replica_id,
+                num_requests=len(replica.in_flight),
+                num_pending_tokens=replica.num_pending_tokens,
+            )
+            for replica in self._replicas
+            if replica.state is ReplicaState.UP
+        ]
+        chosen = self._router.route(request.num_prompt_tokens, snapshots)
+        replica = next(r for r in self._replicas if r.spec.replica_id == chosen)
+        assert replica.process is not None
+        stream = RequestStream(request, chosen, wake)
+        replica.process.send(submit_frame(request))
+        replica.in_flight[request.request_id] = stream
+        replica.num_pending_tokens += request.num_prompt_tokens
+        replica.metrics.record((Queued(request.request_id, request.arrival_s),))
+        return stream
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request; its `Finished` follows. One that has ended already is left alone."""
+        for replica in self._replicas:
+            if request_id in replica.in_flight and replica.process is not None:
+                replica.process.send(AbortFrame(request_id, reason))
+
+    # ---- state
+
+    @property
+    def states(self) -> dict[int, ReplicaState]:
+        """State of each replica by number."""
+        return {replica.spec.replica_id: replica.state for replica in self._replicas}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id of each replica that has a process."""
+        return {r.spec.replica_id: r.process.pid for r in self._replicas if r.process is not None}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken and every replica serves."""
+        return not self._draining and all(replica.state is ReplicaState.UP for replica in self._replicas)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(replica.in_flight) for replica in self._replicas)
+
+    # ---- one replica
+
+    async def _keep_running(self, replica: _Replica) -> None:
+        while True:
+            exit_code = await self._run_incarnation(replica)
+            logger.error("replica %d ended with exit code %d", replica.spec.replica_id, exit_code)
+            if self._start_error is not None:
+                self._fail_start(ReplicaError(f"replica {replica.spec.replica_id} exited with code {exit_code}"))
+                return
+            if self._clock.now() - replica.up_since_s >= self._config.stable_s:
+                replica.num_deaths_in_a_row = 0
+            backoff_s = self._config.min_backoff_s * 2.0 ** min(replica.num_deaths_in_a_row, 32)
+            replica.num_deaths_in_a_row += 1
+            await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
+            replica.metrics.count_restart()
+
+    async def _run_incarnation(self, replica: _Replica) -> int:
+        """Start the replica and pass its events on until it is gone; return its exit code."""
+        replica.state = ReplicaState.STARTING
+        process = await ReplicaProcess.start(self._command, replica.spec)
+        replica.process = process
+        replica.last_frame_s = self._clock.now()
+        try:
+            async for frame in process.frames():
+                replica.last_frame_s = self._clock.now()
+                self._receive(replica, frame)
+        except ReplicaError:
+            logger.exception("replica %d sent nonsense and is ended", replica.spec.replica_id)
+            process.kill()
+        finally:
+            replica.process = None
+            replica.state = ReplicaState.DOWN
+            replica.metrics.set_up(False)
+            self._lose_requests(replica)
+            exit_code = await asyncio.shield(process.end())
+        return exit_code
+
+    def _receive(self, replica: _Replica, frame: ReplicaFrame) -> None:
+        match frame:
+            case Hello():
+                replica.hello = frame
+                replica.up_since_s = self._clock.now()
+                replica.state = ReplicaState.UP
+                replica.metrics.set_up(True)
+                if all(other.state is ReplicaState.UP for other in self._replicas):
+                    self._all_up.set()
+            case Failed():
+                logger.error("replica %d cannot start: %s", replica.spec.replica_id, frame.message)
+                self._fail_start(ConfigurationError(frame.message))
+            case Stats():
+                self._show(replica, frame)
+            case StepFrame():
+                for event in events_of(frame):
+                    self._pass_on(replica, event)
+                self._show(replica, frame.stats)
+                if frame.features is not None:
+                    self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
+        if replica.state is ReplicaState.STALLED:
+            logger.info("replica %d is moving again", replica.spec.replica_id)
+            replica.state = ReplicaState.UP
+
+    def _pass_on(self, replica: _Replica, event: ReplicaEvent) -> None:
+        if isinstance(event, TokensFrame):
+            replica.metrics.record_tokens(event.now_s, event.request_ids, event.num_steps)
+            self._pass_tokens_on(replica, event)
+            return
+        if isinstance(event, Queued):
+            return  # counted at dispatch: it may die on the way
+        replica.metrics.record((event,))
+        stream = replica.in_flight.get(event.request_id)
+        if stream is None:
+            return
+        match event:
+            case Admitted():
+                stream.push(event)
+            case Preempted():
+                stream.num_preemptions += 1
+            case FirstToken():
+                self._settle_prompt(replica, stream)
+            case Finished() | Rejected():
+                self._settle_prompt(replica, stream)
+                del replica.in_flight[event.request_id]
+                stream.push(event)
+
+    def _pass_tokens_on(self, replica: _Replica, event: TokensFrame) -> None:
+        num_requests = len(event.request_ids)
+        tokens = decode_tokens(event.tokens, event.num_steps * num_requests).reshape(event.num_steps, num_requests)
+        columns: list[list[int]] = tokens.T.tolist()
+        for index, request_id in enumerate(event.request_ids):
+            stream = replica.in_flight.get(request_id)
+            if stream is not None:
+                stream.push_tokens(columns[index], event.logprobs[index] if event.logprobs else None)
+
+    def _settle_prompt(self, replica: _Replica, stream: RequestStream) -> None:
+        """Take the prompt off the replica's pending tokens, once."""
+        if not stream.has_first_token:
+            stream.has_first_token = True
+            replica.num_pending_tokens -= stream.request.num_prompt_tokens
+
+    def _lose_requests(self, replica: _Replica) -> None:
+        for stream in tuple(replica.in_flight.values()):
+            self._pass_on(replica, stream.lost(self._clock.now()))
+
+    def _show(self, replica: _Replica, stats: Stats) -> None:
+        replica.metrics.set_gauges(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_pending_tokens=stats.num_pending_tokens,
+            num_used_blocks=stats.num_used_blocks,
+            num_blocks=stats.num_blocks,
+        )
+
+    # ---- watching
+
+    def _fail_start(self, error: ConfigurationError | ReplicaError) -> None:
+        if self._start_error is not None and not self._start_error.done():
+            self._start_error.set_exception(error)
+
+    async def _watch_for_stalls(self) -> None:
+        interval_s = min(self._config.stall_s / 8, 0.5)
+        last_look_s = self._clock.now()
+        while True:
+            await asyncio.sleep(interval_s)
+            now_s = self._clock.now()
+            own_lag_s = now_s - last_look_s - interval_s
+            last_look_s = now_s
+            for replica in self._replicas:
+                # While this loop itself was late, frames could not be read: that is not the replica's fault.
+                replica.last_frame_s += max(own_lag_s, 0.0)
+                self._judge(replica, now_s - replica.last_frame_s)
+
+    def _judge(self, replica: _Replica, silent_s: float) -> None:
+        if replica.process is None:
+            return
+        if replica.state is ReplicaState.STARTING:
+            if silent_s >= self._config.start_timeout_s:
+                replica.process.kill()
+        elif silent_s >= self._config.kill_stalled_s:
+            logger.error("replica %d was silent for %.1f s and is killed", replica.spec.replica_id, silent_s)
+            replica.process.kill()
+        elif silent_s >= self._config.stall_s and replica.state is ReplicaState.UP:
+            logger.warning("replica %d has been silent for %.1f s", replica.spec.replica_id, silent_s)
+            replica.state = ReplicaState.STALLED
