@@ -1,0 +1,1 @@
+"""Measurements, not tests: each module prints a table and, with --json, writes it."""

@@ -1,0 +1,132 @@
+"""The prefix cache: match, insert, evict, and bytes per cached token.
+
+The cache holds 10,000 sequences of 768 tokens that share 100 prefixes of 512 (blocks of 16), then what is measured:
+a prompt that lies in one node, one that lies along a chain of 32 nodes, a new prompt, and the oldest leaf of 256 tokens.
+Microseconds of the thread's CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
+from expediter.kvcache.pool import BlockPool
+from expediter.kvcache.radix import Node, RadixTree
+
+_BLOCK_SIZE = 16
+_LENGTHS = (1024, 8192, 32768)
+_CHAIN = 32
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Cache:
+    """A pool and its tree, filled as the module says."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.rng = np.random.default_rng(0)
+        self.pool = BlockPool(num_sequences * 16 + 100 * 32 + 60_000)
+        self.tree = RadixTree(self.pool, _BLOCK_SIZE)
+        prefixes = [self.new_tokens(512) for _ in range(100)]
+        for index in range(num_sequences):
+            self.put(np.concatenate((prefixes[index % 100], self.new_tokens(256))))
+
+    def new_tokens(self, count: int) -> Tokens:
+        return self.rng.integers(0, 128_000, count, dtype=np.int32)
+
+    def put(self, tokens: Tokens) -> None:
+        """Insert a sequence that ends at once."""
+        raw, count = tokens.tobytes(), len(tokens) // _BLOCK_SIZE
+        match = self.tree.match(raw, "", count)
+        self.tree.num_evictable -= self.pool.acquire(match.blocks)
+        blocks = np.concatenate((match.blocks, self.pool.pop(count - match.num_blocks)))
+        self.tree.insert(raw, "", blocks, match.num_blocks)
+        self.tree.num_evictable += len(self.pool.disown(blocks))
+        self.tree.touch(self.tree.node_of(int(blocks[-1])))
+
+    def put_chain(self, tokens: Tokens) -> None:
+        """Insert a sequence and branches off it, so that it lies along `_CHAIN` nodes."""
+        piece = len(tokens) // _CHAIN
+        for end in range(piece, len(tokens), piece):
+            self.put(np.concatenate((tokens[:end], self.new_tokens(_BLOCK_SIZE))))
+        self.put(tokens)
+
+
+def _repeat(function: Callable[[], object], rounds: int) -> Row:
+    function()
+    return spread([cpu_us(function) for _ in range(rounds)])
+
+
+def measure_match(cache: Cache, rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    for shape in ("1 node", f"{_CHAIN} nodes"):
+        for length in _LENGTHS:
+            tokens = cache.new_tokens(length)
+            (cache.put if shape == "1 node" else cache.put_chain)(tokens)
+            raw, count = tokens.tobytes(), length // _BLOCK_SIZE
+            if cache.tree.match(raw, "", count).num_blocks != count:
+                raise SystemExit("the prompt is not in the cache")
+            row = _repeat(lambda raw=raw, count=count: cache.tree.match(raw, "", count), rounds)  # type: ignore[misc] # bound now
+            rows.append({"operation": f"match, {shape}", "tokens": length, **row})
+    return rows
+
+
+def measure_insert(cache: Cache, rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    for length in _LENGTHS:
+        samples: list[float] = []
+        for _ in range(min(rounds, 40_000 * _BLOCK_SIZE // length)):
+            raw = cache.new_tokens(length).tobytes()
+            blocks = cache.pool.pop(length // _BLOCK_SIZE)
+            samples.append(cpu_us(lambda raw=raw, blocks=blocks: cache.tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
+            cache.tree.num_evictable += len(cache.pool.disown(blocks))
+            cache.tree.touch(cache.tree.node_of(int(blocks[-1])))
+            cache.pool.push(cache.tree.evict(0))
+        rows.append({"operation": "insert, new", "tokens": length, **spread(samples)})
+        cache = Cache(1000)
+    return rows
+
+
+def measure_evict(cache: Cache, rounds: int) -> list[Row]:
+    leaf = 256 // _BLOCK_SIZE
+    samples = [cpu_us(lambda: cache.tree.evict(leaf)) for _ in range(rounds)]
+    return [{"operation": "evict the oldest leaf", "tokens": 256, **spread(samples)}]
+
+
+def bytes_per_token(cache: Cache) -> float:
+    """Return the memory of all nodes (objects, tokens, block ids, child tables, heap) per cached token."""
+    tree = cache.tree
+    total = sys.getsizeof(tree._nodes) + sys.getsizeof(tree._heap) + tree._node_of.nbytes
+    total += sum(sys.getsizeof(entry) + 32 for entry in tree._heap)
+    for node in tree._nodes:
+        if isinstance(node, Node):
+            total += sys.getsizeof(node) + sys.getsizeof(node.tokens) + 112 + node.blocks.nbytes
+            if node.children is not None:
+                keys = sum(sys.getsizeof(key) for key in node.children)
+                total += sys.getsizeof(node.children) + keys
+    return total / (tree.num_blocks * _BLOCK_SIZE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=300)
+    add_json_option(parser)
+    args = parser.parse_args()
+    cache = Cache(args.sequences)
+    density = round(bytes_per_token(cache), 2)
+    gc.collect()
+    gc.disable()
+    rows = measure_evict(cache, args.rounds) + measure_match(cache, args.rounds) + measure_insert(cache, args.rounds)
+    rows.append({"operation": "memory, bytes per token", "tokens": args.sequences * 768, "median_us": density, "min_us": ""})
+    publish(f"prefix cache with {args.sequences} sequences of 768 tokens", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
