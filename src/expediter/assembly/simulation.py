@@ -1,0 +1,229 @@
+"""Put a simulation together: the real scheduler and router, modelled replicas, a trace.
+
+report = simulate("conversation.jsonl.gz", model="llama-3.1-70b", gpu="a100-80g", tensor_parallel=8, replicas=8)
+print(report.goodput_rps_per_gpu, report.ttft_s.p99)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from expediter.assembly.presets import Preset, load_preset
+from expediter.assembly.scheduler import build_scheduler
+from expediter.control.routing import make_router
+from expediter.core.errors import ConfigurationError
+from expediter.core.ports import StepTimeModel
+from expediter.core.request import Request
+from expediter.core.slo import Slo
+from expediter.perfmodel.hardware import gpu_named
+from expediter.perfmodel.roofline import RooflineModel, kv_capacity
+from expediter.perfmodel.shapes import shape_named
+from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.ordering import Ordering
+from expediter.sim.cluster import Cluster
+from expediter.sim.event_log import EventLog
+from expediter.sim.executor import SimulatedExecutor
+from expediter.sim.loop import EventLoop
+from expediter.sim.metrics import MetricsCollector
+from expediter.sim.observer import Observer, Observers
+from expediter.sim.replica import SimulatedReplica
+from expediter.sim.report import Report, build_report
+from expediter.sim.trace import Trace, trace_summary
+from expediter.sim.trace_readers import read_trace
+
+DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """What to simulate. None leaves a choice to the preset, or to the model and the GPU.
+
+    Args:
+        preset: name of a preset.
+        model: name of a shape, or a folder with a Hugging Face config.json.
+        gpu: name of a GPU.
+        tensor_parallel: GPUs per replica.
+        replicas: number of them.
+        slo: targets for attainment and goodput.
+        routing: name of a routing policy.
+        ordering: name, or an object of one's own with the `Ordering` protocol. One object serves all replicas, so it
+            must keep no state about any of them.
+        max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks per replica; None for what the GPUs hold beside the weights.
+        prefix_caching: whether ended requests leave their KV for reuse.
+        step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
+            model and GPU play no part.
+        jumps: advance runs of equal steps at once; False gives the same results, slower.
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    preset: str = "sarathi"
+    model: str = "llama-3.1-8b"
+    gpu: str = "a100-80g"
+    tensor_parallel: int = 1
+    replicas: int = 1
+    slo: Slo = DEFAULT_SLO
+    routing: str | None = None
+    ordering: str | Ordering | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    prefix_caching: bool | None = None
+    step_time: StepTimeModel | None = None
+    jumps: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "replicas", "block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {value}")
+
+
+class Simulation:
+    """A cluster ready to serve one sequence of requests; made by `build_simulation`.
+
+    Attributes:
+        metrics: a record per request, once it has run.
+        schedulers: of the replicas, for who wants to look inside.
+    """
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        cluster: Cluster,
+        replicas: list[SimulatedReplica],
+        metrics: MetricsCollector,
+        description: dict[str, Any],
+    ) -> None:
+        self.metrics = metrics
+        self.schedulers = [replica.scheduler for replica in replicas]
+        self._config = config
+        self._cluster = cluster
+        self._description = description
+
+    def run(self, requests: Trace | Iterable[Request], *, progress: Callable[[int], None] | None = None) -> Report:
+        """Serve the requests to their ends and report.
+
+        Args:
+            requests: a trace, or requests in order of `arrival_s`.
+            progress: told the number of arrivals from time to time.
+        """
+        started = time.perf_counter()
+        trace = requests if isinstance(requests, Trace) else None
+        self._cluster.run(requests.requests() if isinstance(requests, Trace) else requests, progress)
+        return build_report(
+            self.metrics,
+            slo=self._config.slo,
+            num_gpus=self._config.tensor_parallel * self._config.replicas,
+            num_steps=self._cluster.num_steps,
+            wall_s=time.perf_counter() - started,
+            trace=None if trace is None else trace_summary(trace),
+            configuration=self._description,
+        )
+
+
+def build_simulation(config: SimulationConfig, *, events: BinaryIO | None = None) -> Simulation:
+    """Wire schedulers, step-time model, replicas and router together.
+
+    Args:
+        events: where the event log goes, if it is wanted; the caller closes it.
+    Raises:
+        ConfigurationError: a name does not exist (the message lists those that do), a limit is wrong, or the model
+            does not fit the GPUs.
+    """
+    preset = load_preset(config.preset)
+    limits = _limits(config, preset)
+    ordering = preset.ordering if config.ordering is None else config.ordering
+    block_size = preset.block_size if config.block_size is None else config.block_size
+    prefix_caching = preset.prefix_caching if config.prefix_caching is None else config.prefix_caching
+    routing = preset.routing if config.routing is None else config.routing
+    step_time = config.step_time
+    if step_time is None:
+        step_time = RooflineModel(shape_named(config.model), gpu_named(config.gpu), config.tensor_parallel)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
+        num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+    loop, metrics = EventLoop(), MetricsCollector()
+    observer: Observer = metrics if events is None else Observers(metrics, EventLog(events))
+    replicas = [
+        SimulatedReplica(
+            replica_id,
+            build_scheduler(
+                config=limits,
+                ordering=ordering,
+                prefix_caching=prefix_caching,
+                num_blocks=num_blocks,
+                block_size=block_size,
+            ),
+            SimulatedExecutor(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=limits.max_model_len,
+                max_num_seqs=limits.max_num_seqs,
+                step_time=step_time,
+            ),
+            loop,
+            observer,
+            jumps=config.jumps,
+        )
+        for replica_id in range(config.replicas)
+    ]
+    description = {
+        "preset": preset.name,
+        "model": config.model,
+        "gpu": config.gpu,
+        "tensor_parallel": config.tensor_parallel,
+        "replicas": config.replicas,
+        "routing": routing,
+        "ordering": ordering if isinstance(ordering, str) else type(ordering).__name__,
+        "step_time": type(step_time).__name__,
+        "prefix_caching": prefix_caching,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+    }
+    return Simulation(config, Cluster(replicas, make_router(routing), loop, observer), replicas, metrics, description)
+
+
+def _limits(config: SimulationConfig, preset: Preset) -> SchedulerConfig:
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return replace(preset.scheduler, **changes)
+
+
+def simulate(
+    trace: Trace | str | Path | Iterable[Request],
+    *,
+    rate_scale: float = 1.0,
+    limit: int | None = None,
+    seed: int = 0,
+    **config: Any,  # noqa: ANN401 - the fields of SimulationConfig, which checks them
+) -> Report:
+    """Simulate a trace in one call.
+
+    Args:
+        trace: a file in a known format, a `Trace`, or requests in order of arrival.
+        rate_scale: arrival rate as a multiple of the trace's; for traces only.
+        limit: most requests; for traces only.
+        seed: of the spread of arrivals within coarse ticks; for files only.
+        config: fields of `SimulationConfig`.
+    Raises:
+        ConfigurationError: the trace or the configuration cannot be used.
+    """
+    simulation = build_simulation(SimulationConfig(**config))
+    if isinstance(trace, str | Path):
+        trace = read_trace(trace, seed=seed)
+    if isinstance(trace, Trace):
+        trace = (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
+    return simulation.run(trace)

@@ -1,0 +1,74 @@
+"""A virtual cluster: replicas behind a router, fed with requests at their arrival times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from expediter.control.routing import Router
+from expediter.core.errors import ConfigurationError
+from expediter.core.request import Request
+from expediter.sim.loop import EventKind, EventLoop
+from expediter.sim.observer import Observer
+from expediter.sim.replica import SimulatedReplica
+
+_PROGRESS_EVERY = 64
+
+
+class Cluster:
+    """Routes each request when it arrives and runs until all work is done.
+
+    Only the next request exists ahead of its arrival, so a long trace takes no more memory than what is in flight.
+    """
+
+    def __init__(
+        self, replicas: Sequence[SimulatedReplica], router: Router, loop: EventLoop, observer: Observer
+    ) -> None:
+        self._replicas = {replica.replica_id: replica for replica in replicas}
+        self._router = router
+        self._loop = loop
+        self._observer = observer
+        self._pending: Iterator[Request] = iter(())
+        self._next: Request | None = None
+        self._num_arrived = 0
+        self._progress: Callable[[int], None] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all replicas together."""
+        return sum(replica.num_steps for replica in self._replicas.values())
+
+    def run(self, requests: Iterable[Request], progress: Callable[[int], None] | None = None) -> None:
+        """Serve the requests to their ends.
+
+        Args:
+            requests: in order of `arrival_s`, from 0 s on.
+            progress: told the number of arrivals from time to time.
+        Raises:
+            ConfigurationError: the requests are not in order of arrival.
+        """
+        self._pending = iter(requests)
+        self._progress = progress
+        self._expect_next()
+        self._loop.run()
+        if progress is not None:
+            progress(self._num_arrived)
+
+    def _expect_next(self) -> None:
+        self._next = next(self._pending, None)
+        if self._next is None:
+            return
+        if self._next.arrival_s < self._loop.now_s:
+            raise ConfigurationError(f"request {self._next.request_id} arrives before the one ahead of it")
+        self._loop.schedule(self._next.arrival_s, EventKind.ARRIVAL, self._num_arrived, self._arrive)
+
+    def _arrive(self, now_s: float) -> None:
+        request = self._next
+        assert request is not None
+        self._num_arrived += 1
+        snapshots = [replica.snapshot() for replica in self._replicas.values()]
+        replica_id = self._router.route(request.num_prompt_tokens, snapshots)
+        self._observer.arrived(request, replica_id, now_s)
+        self._replicas[replica_id].receive(request, now_s)
+        if self._progress is not None and self._num_arrived % _PROGRESS_EVERY == 0:
+            self._progress(self._num_arrived)
+        self._expect_next()

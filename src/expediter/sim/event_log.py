@@ -1,0 +1,61 @@
+"""The event log: what happened to each request, as JSON lines.
+
+Each line has `t` (seconds), `event`, `request` and what belongs to the event; lines are in order of time. The log is a
+function of trace, seed and configuration: the same run gives the same bytes, with jumps or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+
+from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected
+from expediter.core.request import Request
+
+
+class EventLog:
+    """`Observer` that writes to a file opened for bytes; the caller closes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+        self._write(
+            now_s,
+            "queued",
+            request.request_id,
+            {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_tokens},
+        )
+        self._write(now_s, "routed", request.request_id, {"replica": replica_id})
+
+    def record(self, replica_id: int, events: Sequence[Event]) -> None:
+        for event in events:
+            facts: dict[str, Any]
+            match event:
+                case Admitted():
+                    facts = {"cached_tokens": event.num_cached_tokens, "resumed": event.resumed}
+                    self._write(event.now_s, "admitted", event.request_id, {"replica": replica_id, **facts})
+                case FirstToken():
+                    self._write(event.now_s, "first_token", event.request_id, {"replica": replica_id})
+                case Preempted():
+                    facts = {"cause": event.cause.value, "lost_tokens": event.num_lost_tokens}
+                    self._write(event.now_s, "preempted", event.request_id, {"replica": replica_id, **facts})
+                case Finished():
+                    facts = {
+                        "reason": event.reason.value,
+                        "output_tokens": event.num_output_tokens,
+                        "cached_tokens": event.num_cached_tokens,
+                        "preemptions": event.num_preemptions,
+                    }
+                    self._write(event.now_s, "finished", event.request_id, {"replica": replica_id, **facts})
+                case Rejected():
+                    facts = {"reason": event.reason.value, "message": event.message}
+                    self._write(event.now_s, "rejected", event.request_id, {"replica": replica_id, **facts})
+                case _:  # Queued is the arrival's own line; Tokens would make a line per token
+                    pass
+
+    def _write(self, now_s: float, event: str, request_id: str, facts: dict[str, Any]) -> None:
+        self._file.write(self._encoder.encode({"t": now_s, "event": event, "request": request_id, **facts}) + b"\n")

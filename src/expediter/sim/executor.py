@@ -1,0 +1,75 @@
+"""An executor that takes modelled time and makes up tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from expediter.core.errors import InvariantError
+from expediter.core.plan import StepPlan, StepResult
+from expediter.core.ports import ExecutorLimits, StepTimeModel
+from expediter.core.request import TokenArray
+from expediter.sim.synthetic_tokens import VOCAB_SIZE, output_base, output_tokens
+
+
+class SimulatedExecutor:
+    """`Executor` over a step-time model.
+
+    Output tokens depend on the request and on their position alone, and no two requests of one scheduler share any, so
+    outputs never give false prefix hits. Nothing is computed: wrong blocks go unnoticed here (see
+    `testing.FakeExecutor`).
+
+    Args:
+        num_blocks, block_size, max_model_len, max_num_seqs: what it claims to hold; see `ExecutorLimits`.
+        step_time: how long steps take.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int, step_time: StepTimeModel
+    ) -> None:
+        self._limits = ExecutorLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            max_num_seqs=max_num_seqs,
+        )
+        self._step_time = step_time
+        self._bases = np.zeros(max_num_seqs, np.int32)
+        self._is_closed = False
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._limits
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return the plan's tokens and its modelled duration; takes no real time.
+
+        Raises:
+            InvariantError: the executor is closed.
+        """
+        if self._is_closed:
+            raise InvariantError("executor is closed")
+        return StepResult(
+            step_id=plan.step_id, tokens=self._tokens(plan), elapsed_s=sum(self.durations_s(plan, plan.num_steps))
+        )
+
+    def durations_s(self, plan: StepPlan, num_steps: int) -> list[float]:
+        """Return how long each of `num_steps` steps in a row takes; above 1 for plans of decodes only."""
+        if num_steps == 1:
+            return [self._step_time.step_time_s(plan.features)]
+        durations: list[float] = self._step_time.decode_run_s(plan.features, num_steps).tolist()
+        return durations
+
+    def result(self, plan: StepPlan, elapsed_s: float) -> StepResult:
+        """Return the plan's result where the duration is known already; `execute` without asking the model again."""
+        return StepResult(step_id=plan.step_id, tokens=self._tokens(plan), elapsed_s=elapsed_s)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _tokens(self, plan: StepPlan) -> TokenArray:
+        for admission in plan.admitted:
+            self._bases[admission.slot] = output_base(admission.state.sequence)
+        sampled = plan.sampled
+        positions = plan.starts[sampled] + plan.lengths[sampled]
+        return output_tokens(self._bases[plan.slots[sampled]], positions, plan.num_steps)

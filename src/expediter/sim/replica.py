@@ -1,0 +1,129 @@
+"""A replica in virtual time: the real scheduler, driven plan -> execute -> apply."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+from expediter.control.routing import ReplicaSnapshot
+from expediter.core.errors import InvariantError
+from expediter.core.events import Event, Finished, Rejected
+from expediter.core.plan import StepPlan
+from expediter.core.request import Request
+from expediter.scheduling.scheduler import Scheduler
+from expediter.sim.executor import SimulatedExecutor
+from expediter.sim.loop import EventKind, EventLoop
+from expediter.sim.observer import Observer
+
+
+class SimulatedReplica:
+    """One scheduler with a simulated executor.
+
+    Steps that would all be planned alike are advanced in one jump, which ends early at the end of the step in progress
+    when a request arrives. Nothing that anyone can see differs from single steps: between the steps of a jump no
+    request starts, ends or is preempted, and the end times are the same sums.
+
+    Requests that arrive during a step wait in the inbox until it ends, as with a real replica.
+
+    Args:
+        jumps: False to run every step as an event of its own, for comparison.
+    Attributes:
+        num_steps: steps begun and finished so far; a jump counts for all of its steps.
+    """
+
+    def __init__(
+        self,
+        replica_id: int,
+        scheduler: Scheduler,
+        executor: SimulatedExecutor,
+        loop: EventLoop,
+        observer: Observer,
+        *,
+        jumps: bool = True,
+    ) -> None:
+        self.replica_id = replica_id
+        self.scheduler = scheduler
+        self.num_steps = 0
+        self._executor = executor
+        self._loop = loop
+        self._observer = observer
+        self._jumps = jumps
+        self._inbox: list[Request] = []
+        self._num_inbox_tokens = 0
+        self._num_requests = 0
+        self._plan: StepPlan | None = None
+        self._started_s = 0.0
+        self._ends_s: list[float] = []
+        self._end_ticket = -1
+        self._is_woken = False
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
+        return ReplicaSnapshot(
+            replica_id=self.replica_id,
+            num_requests=self._num_requests,
+            num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
+        )
+
+    def receive(self, request: Request, now_s: float) -> None:
+        """Take a request that arrives at `now_s`."""
+        self._inbox.append(request)
+        self._num_inbox_tokens += request.num_prompt_tokens
+        self._num_requests += 1
+        if self._plan is None:
+            self._wake(now_s)
+        elif len(self._ends_s) > 1:
+            self._shorten(now_s)
+
+    def _wake(self, now_s: float) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.schedule(now_s, EventKind.PLAN, self.replica_id, self._plan_step)
+
+    def _shorten(self, now_s: float) -> None:
+        """End the jump with the step in progress; one that ends at `now_s` is over already (`EventKind`)."""
+        num_steps = bisect_left(self._ends_s, now_s) + 1
+        if num_steps < len(self._ends_s):
+            self._loop.cancel(self._end_ticket)
+            del self._ends_s[num_steps:]
+            self._schedule_end()
+
+    def _schedule_end(self) -> None:
+        self._end_ticket = self._loop.schedule(self._ends_s[-1], EventKind.STEP_END, self.replica_id, self._finish_step)
+
+    def _plan_step(self, now_s: float) -> None:
+        self._is_woken = False
+        for request in self._inbox:
+            self._emit(self.scheduler.add(request, now_s))
+        self._inbox.clear()
+        self._num_inbox_tokens = 0
+        plan = self.scheduler.plan(now_s)
+        self._emit(plan.events)
+        if plan.is_empty:
+            if self.scheduler.has_work:
+                raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
+            return
+        num_steps = self.scheduler.repeatable_steps(plan) if self._jumps else 1
+        durations = self._executor.durations_s(plan, num_steps)
+        # One addition per step, from the left, as single steps would do it.
+        self._ends_s = list(accumulate(durations, initial=now_s))[1:]
+        self._plan = plan
+        self._started_s = now_s
+        self._schedule_end()
+
+    def _finish_step(self, now_s: float) -> None:
+        plan, num_steps = self._plan, len(self._ends_s)
+        assert plan is not None
+        if num_steps > 1:
+            self.scheduler.repeat(plan, num_steps)
+        result = self._executor.result(plan, now_s - self._started_s)
+        self._plan = None
+        self.num_steps += num_steps
+        self._emit(self.scheduler.apply(result, now_s))
+        self._wake(now_s)
+
+    def _emit(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished | Rejected):
+                self._num_requests -= 1
+        self._observer.record(self.replica_id, events)

@@ -1,0 +1,133 @@
+"""The result of a simulation in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from expediter.core.slo import Slo
+from expediter.sim.metrics import MetricsCollector, RequestCounts, RequestRecord
+from expediter.sim.trace import TraceSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Mean and percentiles (linear interpolation) of a sample; all None if it is empty."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Distribution:
+        """Return the distribution of the values that are there."""
+        present = np.array([value for value in values if value is not None], np.float64)
+        if not len(present):
+            return cls(mean=None, p50=None, p90=None, p99=None)
+        p50, p90, p99 = np.percentile(present, (50, 90, 99)).tolist()
+        return cls(mean=float(present.mean()), p50=p50, p90=p90, p99=p99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a simulation says. Rates are over `simulated_s`; None stands for what has no value, never NaN.
+
+    Attributes:
+        requests: arrived = finished + rejected + unservable + aborted, checked.
+        ttft_s, tpot_s, e2e_s, queueing_s: seconds; TPOT leaves out outputs of one token, E2E what did not finish.
+        slo: the targets; `slo_attainment` is the share of all arrived requests that finished and met them, so a
+            rejected request misses. Goodput is such requests per second, over all GPUs and per GPU.
+        prefix_hit_rate: prompt tokens reused from the cache at first admission / prompt tokens admitted.
+        num_steps: forward passes of all replicas, each step of a jump counted.
+        simulated_s: first arrival to last event, in virtual time.
+        wall_s: how long the simulation took; the only figure that differs from run to run.
+        trace: what was asked for, if a trace was.
+        configuration: what was simulated.
+    """
+
+    requests: RequestCounts
+    ttft_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    queueing_s: Distribution
+    slo: Slo
+    slo_attainment: float | None
+    goodput_rps: float | None
+    goodput_rps_per_gpu: float | None
+    output_tokens_per_s: float | None
+    prefix_hit_rate: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_gpus: int
+    simulated_s: float
+    wall_s: float
+    trace: TraceSummary | None
+    configuration: dict[str, Any]
+
+    def to_json(self) -> bytes:
+        """Return the report as indented JSON with a final newline."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+def build_report(
+    metrics: MetricsCollector,
+    *,
+    slo: Slo,
+    num_gpus: int,
+    num_steps: int,
+    wall_s: float,
+    trace: TraceSummary | None,
+    configuration: dict[str, Any],
+) -> Report:
+    """Return the report on a simulation that has ended.
+
+    Raises:
+        InvariantError: a request is unaccounted for.
+    """
+    records = metrics.records
+    counts = metrics.counts()
+    first_s = records[0].arrival_s if records else 0.0
+    simulated_s = metrics.last_event_s - first_s
+    num_met = sum(_meets(record, slo) for record in records)
+    num_output = sum(record.num_output_tokens for record in records)
+    goodput = num_met / simulated_s if simulated_s > 0 else None
+    return Report(
+        requests=counts,
+        ttft_s=Distribution.of(record.ttft_s for record in records),
+        tpot_s=Distribution.of(record.tpot_s for record in records),
+        e2e_s=Distribution.of(record.e2e_s for record in records),
+        queueing_s=Distribution.of(record.queueing_s for record in records),
+        slo=slo,
+        slo_attainment=num_met / counts.arrived if counts.arrived else None,
+        goodput_rps=goodput,
+        goodput_rps_per_gpu=None if goodput is None else goodput / num_gpus,
+        output_tokens_per_s=num_output / simulated_s if simulated_s > 0 else None,
+        prefix_hit_rate=_hit_rate(records),
+        num_prompt_tokens=sum(record.num_prompt_tokens for record in records),
+        num_output_tokens=num_output,
+        num_preemptions=metrics.num_preemptions,
+        num_steps=num_steps,
+        num_gpus=num_gpus,
+        simulated_s=simulated_s,
+        wall_s=wall_s,
+        trace=trace,
+        configuration=configuration,
+    )
+
+
+def _meets(record: RequestRecord, slo: Slo) -> bool:
+    return record.e2e_s is not None and record.ttft_s is not None and slo.is_met(record.ttft_s, record.tpot_s)
+
+
+def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
+    admitted = [record for record in records if record.first_scheduled_s is not None]
+    if not admitted:
+        return None
+    return sum(r.num_cached_tokens for r in admitted) / sum(r.num_prompt_tokens for r in admitted)

@@ -1,0 +1,177 @@
+"""A request trace in memory: columns, not objects; prompts are made when a request arrives.
+
+`trace_readers.read_trace` makes one from a file. Ten million rows without prefix ids take about 250 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.errors import ConfigurationError
+from expediter.core.request import Request
+from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
+
+
+class TraceError(ConfigurationError):
+    """A trace cannot be used; the message names the file, and the line where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """Requests in order of arrival.
+
+    Equal prefix ids stand for equal tokens up to and including their block, as in Mooncake's traces.
+
+    Args:
+        name: for messages and reports.
+        arrival_s: float64, ascending, shape [n].
+        input_tokens: prompt lengths, int32, at least 1, shape [n].
+        output_tokens: int32, at least 1, shape [n].
+        prefix_ids: of all requests in a row, int64 in [0, 2**29), shape [m].
+        prefix_offsets: request i has prefix_ids[offsets[i]:offsets[i + 1]], int64, shape [n + 1].
+        prefix_block_tokens: tokens per prefix id.
+        priorities: int32, shape [n], or None for all 0.
+        tenants: names, or None for no names.
+    Raises:
+        TraceError: there is no request, or there are more ids or requests than can be told apart.
+    """
+
+    name: str
+    arrival_s: npt.NDArray[np.float64]
+    input_tokens: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    prefix_ids: npt.NDArray[np.int64]
+    prefix_offsets: npt.NDArray[np.int64]
+    prefix_block_tokens: int
+    priorities: npt.NDArray[np.int32] | None = None
+    tenants: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.arrival_s):
+            raise TraceError(f"{self.name}: the trace holds no requests")
+        largest = int(self.prefix_ids.max()) if len(self.prefix_ids) else 0
+        if max(len(self.arrival_s), largest) >= MAX_NUMBERS:
+            raise TraceError(f"{self.name}: more than {MAX_NUMBERS} requests or prefix ids")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def take(self, num_requests: int) -> Trace:
+        """Return the first `num_requests` requests, or all of them if there are fewer.
+
+        Raises:
+            ConfigurationError: the number is below 1.
+        """
+        if num_requests < 1:
+            raise ConfigurationError(f"limit must be at least 1, not {num_requests}")
+        n = min(num_requests, len(self))
+        offsets = self.prefix_offsets[: n + 1]
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:n],
+            input_tokens=self.input_tokens[:n],
+            output_tokens=self.output_tokens[:n],
+            prefix_ids=self.prefix_ids[: offsets[-1]],
+            prefix_offsets=offsets,
+            priorities=None if self.priorities is None else self.priorities[:n],
+            tenants=None if self.tenants is None else self.tenants[:n],
+        )
+
+    def at_rate(self, rate_scale: float) -> Trace:
+        """Return the trace at `rate_scale` times its arrival rate: 2 halves every gap, the first arrival stays.
+
+        Raises:
+            ConfigurationError: the scale is not a finite number above 0.
+        """
+        if not (np.isfinite(rate_scale) and rate_scale > 0):
+            raise ConfigurationError(f"rate scale must be a finite number above 0, not {rate_scale}")
+        first = self.arrival_s[0]
+        return replace(self, arrival_s=first + (self.arrival_s - first) / rate_scale)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests in order of arrival; each prompt is made when its request is asked for.
+
+        Ids are the row's number in arrival order, so that the same trace always gives the same ids. Requests end by
+        length alone, after the trace's number of output tokens.
+        """
+        for row in range(len(self)):
+            yield self.request(row)
+
+    def request(self, row: int) -> Request:
+        """Return the request in that row."""
+        num_output = int(self.output_tokens[row])
+        ids = self.prefix_ids[self.prefix_offsets[row] : self.prefix_offsets[row + 1]]
+        return Request(
+            request_id=f"r{row:07d}",
+            prompt=prompt_tokens(row, int(self.input_tokens[row]), ids, self.prefix_block_tokens),
+            max_tokens=num_output,
+            priority=0 if self.priorities is None else int(self.priorities[row]),
+            tenant="" if self.tenants is None else self.tenants[row],
+            arrival_s=float(self.arrival_s[row]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """What a trace asks for.
+
+    Attributes:
+        span_s: first to last arrival.
+        mean_rate_rps: arrivals per second of the span; None if all arrive at once.
+        input_tokens_mean, input_tokens_p50, input_tokens_p99, input_tokens_max: prompt lengths.
+        output_tokens_mean, output_tokens_p50, output_tokens_p99, output_tokens_max: output lengths.
+        prefix_reuse: share of the prompt tokens that an unlimited cache, fed in order of arrival, has already; outputs
+            are not counted as cached. None if the trace has no prefix ids.
+    """
+
+    name: str
+    num_requests: int
+    span_s: float
+    mean_rate_rps: float | None
+    input_tokens_mean: float
+    input_tokens_p50: float
+    input_tokens_p99: float
+    input_tokens_max: int
+    output_tokens_mean: float
+    output_tokens_p50: float
+    output_tokens_p99: float
+    output_tokens_max: int
+    prefix_reuse: float | None
+
+
+def trace_summary(trace: Trace) -> TraceSummary:
+    """Return lengths, rate and possible prefix reuse of a trace."""
+    span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
+    inputs, outputs = trace.input_tokens, trace.output_tokens
+    return TraceSummary(
+        name=trace.name,
+        num_requests=len(trace),
+        span_s=span_s,
+        mean_rate_rps=len(trace) / span_s if span_s > 0 else None,
+        input_tokens_mean=float(inputs.mean()),
+        input_tokens_p50=float(np.percentile(inputs, 50)),
+        input_tokens_p99=float(np.percentile(inputs, 99)),
+        input_tokens_max=int(inputs.max()),
+        output_tokens_mean=float(outputs.mean()),
+        output_tokens_p50=float(np.percentile(outputs, 50)),
+        output_tokens_p99=float(np.percentile(outputs, 99)),
+        output_tokens_max=int(outputs.max()),
+        prefix_reuse=_prefix_reuse(trace) if len(trace.prefix_ids) else None,
+    )
+
+
+def _prefix_reuse(trace: Trace) -> float:
+    seen: set[int] = set()
+    num_reused = 0
+    ids = trace.prefix_ids.tolist()
+    offsets = trace.prefix_offsets.tolist()
+    for row, num_input in enumerate(trace.input_tokens.tolist()):
+        own = ids[offsets[row] : offsets[row + 1]]
+        num_seen = next((i for i, prefix_id in enumerate(own) if prefix_id not in seen), len(own))
+        num_reused += min(num_seen * trace.prefix_block_tokens, num_input)
+        seen.update(own)
+    return num_reused / int(trace.input_tokens.sum(dtype=np.int64))
