@@ -29,7 +29,7 @@ from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventLoop
 from expediter.sim.metrics import MetricsCollector
-from expediter.sim.observer import Observer, Observers
+from expediter.sim.observer import Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import Report, build_report
 from expediter.sim.trace import Trace, trace_summary
@@ -101,21 +101,32 @@ class Simulation:
         cluster: Cluster,
         replicas: list[SimulatedReplica],
         metrics: MetricsCollector,
+        observers: Observers,
         description: dict[str, Any],
     ) -> None:
         self.metrics = metrics
         self.schedulers = [replica.scheduler for replica in replicas]
         self._config = config
         self._cluster = cluster
+        self._observers = observers
         self._description = description
 
-    def run(self, requests: Trace | Iterable[Request], *, progress: Callable[[int], None] | None = None) -> Report:
+    def run(
+        self,
+        requests: Trace | Iterable[Request],
+        *,
+        events: BinaryIO | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Report:
         """Serve the requests to their ends and report.
 
         Args:
             requests: a trace, or requests in order of `arrival_s`.
+            events: where the event log goes, if it is wanted; the caller closes it.
             progress: told the number of arrivals from time to time.
         """
+        if events is not None:
+            self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
         self._cluster.run(requests.requests() if isinstance(requests, Trace) else requests, progress)
@@ -130,11 +141,9 @@ class Simulation:
         )
 
 
-def build_simulation(config: SimulationConfig, *, events: BinaryIO | None = None) -> Simulation:
+def build_simulation(config: SimulationConfig) -> Simulation:
     """Wire schedulers, step-time model, replicas and router together.
 
-    Args:
-        events: where the event log goes, if it is wanted; the caller closes it.
     Raises:
         ConfigurationError: a name does not exist (the message lists those that do), a limit is wrong, or the model
             does not fit the GPUs.
@@ -153,7 +162,7 @@ def build_simulation(config: SimulationConfig, *, events: BinaryIO | None = None
         shape, gpu = shape_named(config.model), gpu_named(config.gpu)
         num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
     loop, metrics = EventLoop(), MetricsCollector()
-    observer: Observer = metrics if events is None else Observers(metrics, EventLog(events))
+    observers = Observers(metrics)
     replicas = [
         SimulatedReplica(
             replica_id,
@@ -172,7 +181,7 @@ def build_simulation(config: SimulationConfig, *, events: BinaryIO | None = None
                 step_time=step_time,
             ),
             loop,
-            observer,
+            observers,
             jumps=config.jumps,
         )
         for replica_id in range(config.replicas)
@@ -193,7 +202,8 @@ def build_simulation(config: SimulationConfig, *, events: BinaryIO | None = None
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": limits.max_model_len,
     }
-    return Simulation(config, Cluster(replicas, make_router(routing), loop, observer), replicas, metrics, description)
+    cluster = Cluster(replicas, make_router(routing), loop, observers)
+    return Simulation(config, cluster, replicas, metrics, observers, description)
 
 
 def _limits(config: SimulationConfig, preset: Preset) -> SchedulerConfig:
@@ -208,6 +218,7 @@ def simulate(
     rate_scale: float = 1.0,
     limit: int | None = None,
     seed: int = 0,
+    events: BinaryIO | None = None,
     **config: Any,  # noqa: ANN401 - the fields of SimulationConfig, which checks them
 ) -> Report:
     """Simulate a trace in one call.
@@ -217,6 +228,7 @@ def simulate(
         rate_scale: arrival rate as a multiple of the trace's; for traces only.
         limit: most requests; for traces only.
         seed: of the spread of arrivals within coarse ticks; for files only.
+        events: where the event log goes, if it is wanted.
         config: fields of `SimulationConfig`.
     Raises:
         ConfigurationError: the trace or the configuration cannot be used.
@@ -226,4 +238,4 @@ def simulate(
         trace = read_trace(trace, seed=seed)
     if isinstance(trace, Trace):
         trace = (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
-    return simulation.run(trace)
+    return simulation.run(trace, events=events)

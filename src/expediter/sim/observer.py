@@ -25,7 +25,10 @@ class Observers:
     """Several observers as one."""
 
     def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
+        self._observers = list(observers)
+
+    def add(self, observer: Observer) -> None:
+        self._observers.append(observer)
 
     def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
         for observer in self._observers:

@@ -1,0 +1,221 @@
+"""`expediter simulate`: replay a trace on modelled GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from expediter.sim.report import Distribution, Report
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command; imports nothing heavy."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="replay a trace on modelled GPUs",
+        description="Replay a request trace on replicas that run the real scheduler and modelled GPUs.",
+    )
+    parser.set_defaults(run=run)
+    what = parser.add_argument_group("what is asked for")
+    what.add_argument("--trace", required=True, metavar="FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl")
+    what.add_argument(
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="arrival rate as a multiple of the trace's: 2 is twice as fast (default: 1)",
+    )
+    what.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    what.add_argument(
+        "--slo", default="ttft=2,tpot=0.1", metavar="ttft=S,tpot=S", help="targets in seconds (default: %(default)s)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
+    what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
+    _add_cluster_flags(parser.add_argument_group("what serves it"))
+    _add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
+    )
+    out.add_argument("--events", metavar="FILE", help="write what happened to each request as JSON lines")
+
+
+def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--preset", default="sarathi", metavar="NAME", help="composition of scheduling parts (default: %(default)s)"
+    )
+    group.add_argument(
+        "--model",
+        default="llama-3.1-8b",
+        metavar="SHAPE",
+        help="name, or folder with a config.json (default: %(default)s)",
+    )
+    group.add_argument("--gpu", default="a100-80g", metavar="KIND", help="GPU of every replica (default: %(default)s)")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
+    group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
+    group.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")
+
+
+def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the scheduler's limits under vLLM's names."""
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="running sequences")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a request")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block")
+    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks per replica")
+    group.add_argument("--scheduling-policy", metavar="NAME", help="order of the waiting queue")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, print, and write what was asked for.
+
+    Raises:
+        ConfigurationError: the trace or a flag cannot be used.
+    """
+    from expediter.assembly.simulation import SimulationConfig, build_simulation  # noqa: PLC0415 - numpy and pyarrow
+    from expediter.core.slo import parse_slo  # noqa: PLC0415 - beside the line above
+    from expediter.sim.trace_readers import read_trace  # noqa: PLC0415 - pyarrow
+
+    config = SimulationConfig(
+        preset=args.preset,
+        model=args.model,
+        gpu=args.gpu,
+        tensor_parallel=args.tp,
+        replicas=args.replicas,
+        slo=parse_slo(args.slo),
+        routing=args.routing,
+        ordering=args.scheduling_policy,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        num_blocks=args.num_gpu_blocks_override,
+    )
+    trace = read_trace(args.trace, seed=args.seed, spread_ticks=not args.no_spread_ticks)
+    if args.limit is not None:
+        trace = trace.take(args.limit)
+    trace = trace.at_rate(args.rate_scale)
+    simulation = build_simulation(config)
+    with _output(args.events) as events, _output(None if args.json == "-" else args.json) as json_file:
+        with _progress(len(trace)) as progress:
+            report = simulation.run(trace, events=events, progress=progress)
+        if json_file is not None:
+            json_file.write(report.to_json())
+    if args.json == "-":
+        sys.stdout.write(report.to_json().decode())
+    else:
+        _print_report(report)
+    return 0
+
+
+@contextlib.contextmanager
+def _output(name: str | None) -> Iterator[BinaryIO | None]:
+    """Open an output file before the work is done, so that a bad path costs no simulation."""
+    from expediter.core.errors import ConfigurationError  # noqa: PLC0415 - `--help` needs no package but this one
+
+    if name is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(name).open("wb"))
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {name!r}: {error.strerror}") from error
+        yield file
+
+
+@contextlib.contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
+    """Show progress on standard error while it is a terminal; scripts and pipes see none."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only for a terminal
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415 - as above
+
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=num_requests)
+        yield lambda num_arrived: bar.update(task, completed=num_arrived)
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console  # noqa: PLC0415 - imported when there is something to print
+    from rich.table import Table  # noqa: PLC0415 - as above
+
+    console = Console()
+    setup, counts = report.configuration, report.requests
+    console.print(
+        f"[bold]{setup['model']}[/] on {setup['replicas']} x {setup['tensor_parallel']} {setup['gpu']}, preset "
+        f"{setup['preset']}, {setup['ordering']}, {setup['routing']}, {setup['num_blocks']} blocks of "
+        f"{setup['block_size']} tokens each"
+    )
+    if report.trace is not None:
+        trace = report.trace
+        rate = "all at once" if trace.mean_rate_rps is None else f"{trace.mean_rate_rps:.2f} requests/s"
+        reuse = "" if trace.prefix_reuse is None else f", {trace.prefix_reuse:.1%} of the prompt tokens reusable"
+        console.print(
+            f"[bold]{trace.name}[/] {rate}, input {trace.input_tokens_mean:.0f} tokens, output "
+            f"{trace.output_tokens_mean:.0f} on average{reuse}"
+        )
+    latency = Table(
+        "seconds",
+        "mean",
+        "p50",
+        "p90",
+        "p99",
+    )
+    for column in latency.columns[1:]:
+        column.justify = "right"
+    for name, values in (
+        ("queueing", report.queueing_s),
+        ("TTFT", report.ttft_s),
+        ("TPOT", report.tpot_s),
+        ("E2E", report.e2e_s),
+    ):
+        latency.add_row(name, *_cells(values))
+    console.print(latency)
+    facts = Table.grid(padding=(0, 2))
+    for name, text in (
+        (
+            "requests",
+            f"{counts.arrived} arrived = {counts.finished} finished + {counts.rejected} rejected + "
+            f"{counts.unservable} unservable + {counts.aborted} aborted",
+        ),
+        ("SLO", f"{_targets(report)}: attained by {_percent(report.slo_attainment)}"),
+        ("goodput", f"{_number(report.goodput_rps)} requests/s, {_number(report.goodput_rps_per_gpu)} per GPU"),
+        ("output", f"{_number(report.output_tokens_per_s)} tokens/s"),
+        ("prefix hit rate", _percent(report.prefix_hit_rate)),
+        ("preemptions", str(report.num_preemptions)),
+        ("steps", f"{report.num_steps} in {report.simulated_s:.1f} s simulated, {report.wall_s:.2f} s real"),
+    ):
+        facts.add_row(name, text)
+    console.print(facts)
+
+
+def _cells(values: Distribution) -> list[str]:
+    return [_number(value) for value in (values.mean, values.p50, values.p90, values.p99)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _targets(report: Report) -> str:
+    targets = (("TTFT", report.slo.ttft_s), ("TPOT", report.slo.tpot_s))
+    return ", ".join(f"{name} <= {value:g} s" for name, value in targets if value is not None)
