@@ -1,0 +1,107 @@
+"""The command: output files, flags over preset, errors that help."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+from sim_builders import write_jsonl
+
+from expediter.cli import simulate
+from expediter.core.errors import ConfigurationError
+
+
+@pytest.fixture
+def trace(tmp_path):
+    rows = [{"arrival_s": i / 2, "input_tokens": 30 + i, "output_tokens": 5} for i in range(20)]
+    return str(write_jsonl(tmp_path / "trace.jsonl", rows))
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    simulate.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["simulate", *words])
+    return args.run(args)
+
+
+def report_of(capsys, *words):
+    assert command(*words, "--json", "-") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_table_and_files(trace, tmp_path, capsys):
+    events, report = tmp_path / "events.jsonl", tmp_path / "report.json"
+    assert command("--trace", trace, "--events", str(events), "--json", str(report)) == 0
+    out = capsys.readouterr().out
+    for words in ("llama-3.1-8b", "TTFT", "TPOT", "goodput", "20 arrived = 20 finished", "prefix hit rate"):
+        assert words in " ".join(out.split())
+    content = json.loads(report.read_text())
+    for key in (
+        *("requests", "ttft_s", "tpot_s", "e2e_s", "queueing_s", "slo_attainment", "goodput_rps", "wall_s"),
+        *("goodput_rps_per_gpu", "output_tokens_per_s", "prefix_hit_rate", "num_preemptions", "num_steps"),
+        "simulated_s",
+    ):
+        assert key in content
+    assert content["requests"] == {"arrived": 20, "finished": 20, "rejected": 0, "unservable": 0, "aborted": 0}
+    assert set(content["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {line["event"] for line in lines} == {"queued", "routed", "admitted", "first_token", "finished"}
+
+
+def test_flags_win_over_the_preset(trace, capsys):
+    words = ("--max-num-seqs", "7", "--max-num-batched-tokens", "99", "--max-model-len", "64", "--block-size", "8")
+    more = ("--num-gpu-blocks-override", "50", "--scheduling-policy", "priority", "--routing", "round_robin")
+    setup = report_of(capsys, "--trace", trace, *words, *more, "--replicas", "2", "--tp", "2")["configuration"]
+    expected = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "max_model_len": 64, "block_size": 8}
+    expected |= {"num_blocks": 50, "ordering": "priority", "routing": "round_robin"}
+    expected |= {"replicas": 2, "tensor_parallel": 2}
+    assert {key: setup[key] for key in expected} == expected
+
+
+def test_limit_rate_and_slo(trace, capsys):
+    slow = report_of(capsys, "--trace", trace, "--limit", "10", "--slo", "ttft=5")
+    fast = report_of(capsys, "--trace", trace, "--limit", "10", "--rate-scale", "4")
+    assert slow["requests"]["arrived"] == fast["requests"]["arrived"] == 10
+    assert slow["slo"] == {"ttft_s": 5.0, "tpot_s": None}
+    assert fast["trace"]["span_s"] == slow["trace"]["span_s"] / 4
+    assert fast["simulated_s"] < slow["simulated_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset", "nope"], "sarathi"),
+        (["--model", "nope"], "llama"),
+        (["--gpu", "nope"], "a100-80g"),
+        (["--routing", "nope"], "least_load"),
+        (["--scheduling-policy", "nope"], "fcfs"),
+        (["--model", "llama-3.1-405b"], "takes at least"),
+        (["--slo", "speed=1"], "ttft=SECONDS"),
+        (["--slo", "ttft=fast"], "number of seconds"),
+        (["--slo", "ttft=nan"], "finite"),
+        (["--slo", "ttft=1,ttft=2"], "ttft=SECONDS"),
+        (["--limit", "0"], "limit"),
+        (["--rate-scale", "-1"], "rate scale"),
+        (["--replicas", "0"], "replicas"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--events", "/no/such/folder/file"], "cannot write"),
+    ],
+)
+def test_errors_name_what_is_wrong_or_what_exists(trace, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        command("--trace", trace, *words)
+
+
+def test_a_trace_that_is_not_there(tmp_path, trace):
+    with pytest.raises(ConfigurationError, match=r"Mooncake jsonl.*trace\.jsonl"):
+        command("--trace", str(tmp_path / "none"))
+
+
+def test_building_the_parser_imports_nothing_heavy():
+    program = (
+        "import argparse, sys; from expediter.cli import simulate; "
+        "simulate.add_parser(argparse.ArgumentParser().add_subparsers()); "
+        "sys.exit(', '.join({'numpy', 'pyarrow', 'rich'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).stderr == b"\n"

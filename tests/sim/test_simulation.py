@@ -1,0 +1,259 @@
+"""Whole simulations: jumps equal single steps, the same seed gives the same bytes, no request is lost."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, write_jsonl
+
+from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
+from expediter.control.routing import ROUTING_NAMES
+from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.core.request import Request
+from expediter.core.slo import Slo
+from expediter.scheduling.ordering import ORDERING_NAMES
+
+
+def run(trace, *, step_time=None, **config):
+    """Return the report, without the real time it took, and the lines of the event log."""
+    log = io.BytesIO()
+    config = {"num_blocks": 64, "block_size": 4, "max_model_len": 200} | config
+    report = simulate(trace, step_time=step_time or ConstantTime(0.25), events=log, **config)
+    return replace(report, wall_s=0.0), [json.loads(line) for line in log.getvalue().splitlines()]
+
+
+def times(log, event, **facts):
+    return [line["t"] for line in log if line["event"] == event and facts.items() <= line.items()]
+
+
+# Times on a grid of a quarter: with steps of 0.25 s arrivals often fall exactly on the end of a step.
+traces = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 40).map(lambda t: t / 4), st.floats(0, 10)),
+        st.integers(1, 60),
+        st.integers(1, 40),
+        st.lists(st.integers(0, 3), max_size=4),
+    ),
+    min_size=1,
+    max_size=12,
+).map(sorted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    traces,
+    st.sampled_from([ConstantTime(0.25), ContextTime(0.013)]),
+    st.integers(1, 3),
+    st.sampled_from([6, 16, 30, 300]),
+    st.sampled_from(ROUTING_NAMES),
+    st.sampled_from(ORDERING_NAMES),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
+    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+    config = {
+        "step_time": step_time,
+        "replicas": replicas,
+        "num_blocks": num_blocks,
+        "routing": routing,
+        "ordering": ordering,
+        "prefix_caching": caching,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": 24,
+    }
+    report, log = run(trace, **config)
+    assert (report, log) == run(trace, jumps=False, **config)
+    assert_conserved(report, log, len(rows))
+
+
+def assert_conserved(report, log, num_requests):
+    counts = report.requests
+    assert counts.arrived == num_requests == len(times(log, "queued")) == len(times(log, "routed"))
+    assert counts.arrived == counts.finished + counts.rejected + counts.unservable + counts.aborted
+    ends = Counter(line["request"] for line in log if line["event"] in {"finished", "rejected"})
+    assert len(ends) == num_requests
+    assert set(ends.values()) == {1}
+    assert [line["t"] for line in log] == sorted(line["t"] for line in log)
+    assert report.num_preemptions == len(times(log, "preempted"))
+
+
+def test_one_request_step_by_step():
+    report, log = run(make_trace([(1.0, 10, 4)]), max_num_batched_tokens=6, max_num_seqs=6)
+    # two chunks of the prompt, the second of which yields a token, then three decodes of 0.25 s
+    assert times(log, "admitted") == [1.0]
+    assert times(log, "first_token") == [1.5]
+    assert times(log, "finished") == [2.25]
+    assert report.num_steps == 5
+    assert (report.queueing_s.mean, report.ttft_s.mean, report.tpot_s.mean, report.e2e_s.mean) == (0, 0.5, 0.25, 1.25)
+    assert report.simulated_s == 1.25
+    assert report.output_tokens_per_s == 4 / 1.25
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(
+    ("arrival_s", "admitted_s"),
+    [
+        (2.0, 2.0),  # falls on the end of a step: that step is over, the next plan knows the arrival
+        (2.1, 2.25),  # inside a step: waits for its end
+        (0.0, 0.0),  # together with the first
+    ],
+)
+def test_an_arrival_ends_a_jump_with_the_step_in_progress(jumps, arrival_s, admitted_s):
+    trace = make_trace(sorted([(0.0, 4, 30), (arrival_s, 4, 2)]))
+    _, log = run(trace, jumps=jumps)
+    assert times(log, "admitted", request="r0000001") == [admitted_s]
+    assert times(log, "queued", request="r0000001") == [arrival_s]
+
+
+def test_arrivals_at_one_instant_are_planned_together_in_the_traces_order():
+    _, log = run(make_trace([(3.0, 4, 1)] * 3))
+    assert [line["request"] for line in log if line["event"] == "admitted"] == ["r0000000", "r0000001", "r0000002"]
+    assert set(times(log, "first_token")) == {3.25}
+
+
+def test_shared_prefixes_hit_and_unique_prompts_never_do():
+    shared = make_trace([(0.0, 16, 2, [1, 2, 3, 4]), (9.0, 20, 2, [1, 2, 3, 4, 5]), (18.0, 16, 2, [1, 2, 3, 4])])
+    report, log = run(shared)
+    # 16 of 20; then 12 of 16, because the last token is always computed and blocks are whole
+    assert [line["cached_tokens"] for line in log if line["event"] == "finished"] == [0, 16, 12]
+    assert report.prefix_hit_rate == 28 / 52
+    assert run(shared, prefix_caching=False)[0].prefix_hit_rate == 0
+    assert run(make_trace([(float(i), 16, 20) for i in range(9)]))[0].prefix_hit_rate == 0
+
+
+def test_requests_that_cannot_be_served_are_counted_and_the_run_ends():
+    rows = [(0.0, 300, 10), (0.0, 150, 40), (1.0, 8, 3), (2.0, 4, 400)]
+    report, log = run(make_trace(rows), num_blocks=20, slo=Slo())
+    counts = report.requests
+    assert (counts.finished, counts.rejected, counts.unservable, counts.aborted) == (1, 2, 1, 0)
+    assert report.slo_attainment == 0.25
+    assert [line["reason"] for line in log if line["event"] == "rejected"] == ["too_long", "unservable", "too_long"]
+    assert_conserved(report, log, 4)
+
+
+def test_a_report_without_finished_requests_has_no_nan():
+    report, _ = run(make_trace([(0.0, 300, 10)]))
+    text = report.to_json().decode()
+    assert json.loads(text)["ttft_s"] == {"mean": None, "p50": None, "p90": None, "p99": None}
+    assert "NaN" not in text
+    assert report.goodput_rps is None
+    assert report.prefix_hit_rate is None
+
+
+def test_slo_counts():
+    rows = [(0.0, 4, 1), (0.0, 4, 9), (0.0, 300, 1)]
+    attained = {
+        slo: run(make_trace(rows), slo=slo)[0].slo_attainment
+        for slo in (Slo(ttft_s=0.25), Slo(ttft_s=0.2), Slo(tpot_s=0.2), Slo(tpot_s=0.25), Slo())
+    }
+    # one token has no time per output token to miss; what is rejected misses whatever the targets
+    assert list(attained.values()) == [2 / 3, 0, 1 / 3, 2 / 3, 2 / 3]
+    report, _ = run(make_trace(rows), slo=Slo(), replicas=2)
+    assert report.goodput_rps == 2 / report.simulated_s
+    assert report.goodput_rps_per_gpu == report.goodput_rps / 2
+
+
+def test_faster_arrivals_wait_longer():
+    trace = make_trace([(i * 1.0, 40, 20) for i in range(30)])
+    waits = [run(trace, rate_scale=scale, max_num_seqs=2)[0].queueing_s.mean for scale in (0.1, 1, 4)]
+    assert waits[0] < waits[1] < waits[2]
+
+
+def test_routing_spreads_requests():
+    trace = make_trace([(0.0, 8, 4)] * 6)
+    for routing in ROUTING_NAMES:
+        _, log = run(trace, replicas=3, routing=routing)
+        assert Counter(line["replica"] for line in log if line["event"] == "routed") == {0: 2, 1: 2, 2: 2}
+
+
+def test_an_ordering_of_ones_own():
+    class ShortestFirst:
+        displaces = False
+
+        def key(self, state):
+            return (state.request.num_prompt_tokens,)
+
+    trace = make_trace([(0.0, 40, 2), (0.0, 30, 2), (0.0, 20, 2)])
+    report, log = run(trace, ordering=ShortestFirst(), max_num_seqs=1)
+    admitted = [line["request"] for line in log if line["event"] == "admitted"]
+    assert admitted == ["r0000002", "r0000001", "r0000000"]
+    assert report.configuration["ordering"] == "ShortestFirst"
+
+
+def test_requests_of_ones_own(tmp_path):
+    trace = make_trace([(0.0, 9, 5), (1.0, 4, 3)])
+    requests: list[Request] = list(trace.requests())
+    assert replace(run(trace)[0], trace=None) == run(iter(requests))[0]
+    with pytest.raises(ConfigurationError, match="before the one ahead"):
+        run(reversed(requests))
+    path = write_jsonl(tmp_path / "own.jsonl", [{"arrival_s": 0, "input_tokens": 9, "output_tokens": 5}])
+    assert run(path)[0].requests.finished == 1
+
+
+def test_schedulers_are_empty_afterwards():
+    simulation = build_simulation(SimulationConfig(num_blocks=12, block_size=4, replicas=2))
+    simulation.run(make_trace([(0.0, 20, 25, [1, 2])] * 9))
+    for scheduler in simulation.schedulers:
+        scheduler.check()
+        assert not scheduler.has_work
+        assert scheduler.kv.num_used_blocks == 0
+
+
+def test_a_request_id_that_comes_twice_is_noticed():
+    trace = make_trace([(0.0, 4, 2)])
+    requests = list(trace.requests())
+    with pytest.raises(InvariantError, match="twice"):
+        run([requests[0], requests[0]])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({name: 0} for name in ("replicas", "tensor_parallel", "num_blocks", "block_size", "max_num_seqs")),
+        *({name: "x"} for name in ("preset", "model", "gpu", "routing", "ordering")),
+    ],
+)
+def test_configurations_that_cannot_be(config):
+    with pytest.raises(ConfigurationError):
+        build_simulation(SimulationConfig(**config))
+
+
+PROGRAM = """
+import sys
+from expediter.assembly.simulation import simulate
+with open(sys.argv[2], "wb") as events:
+    report = simulate(sys.argv[1], events=events, replicas=2, num_blocks=40, block_size=4, max_model_len=200, seed=5)
+"""
+
+
+def test_the_same_bytes_whatever_the_hash_seed(tmp_path):
+    rows = [
+        {"timestamp": 3000 * (i // 5), "input_length": 20 + i % 7, "output_length": i % 30, "hash_ids": [i % 3]}
+        for i in range(60)
+    ]
+    path = write_jsonl(tmp_path / "m.jsonl", rows)
+    logs = []
+    for hash_seed in ("0", "1", "77"):
+        target = tmp_path / f"events-{hash_seed}"
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        subprocess.run([sys.executable, "-c", PROGRAM, str(path), str(target)], env=environment, check=True)
+        logs.append(target.read_bytes())
+    assert logs[0] == logs[1] == logs[2]
+    assert logs[0].count(b"\n") > 60
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=NO_DATA)
+@pytest.mark.parametrize("name", ["azure2023_conv.parquet", "mooncake_fast25_conversation_trace.jsonl.gz"])
+def test_a_slice_of_a_public_trace_with_jumps_and_without(name):
+    config = {"model": "llama-3.1-8b", "gpu": "h100", "num_blocks": 9000, "replicas": 2, "limit": 150}
+    with_jumps, without = (run(DATA / name, step_time=None, jumps=jumps, **config) for jumps in (True, False))
+    assert with_jumps == without
+    assert_conserved(*with_jumps, 150)
