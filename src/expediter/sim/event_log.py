@@ -54,7 +54,7 @@ class EventLog:
                 case Rejected():
                     facts = {"reason": event.reason.value, "message": event.message}
                     self._write(event.now_s, "rejected", event.request_id, {"replica": replica_id, **facts})
-                case _:  # Queued is the arrival's own line; Tokens would make a line per token
+                case _:  # Queued is the arrival's own line
                     pass
 
     def _write(self, now_s: float, event: str, request_id: str, facts: dict[str, Any]) -> None:

@@ -71,5 +71,7 @@ class SimulatedExecutor:
         for admission in plan.admitted:
             self._bases[admission.slot] = output_base(admission.state.sequence)
         sampled = plan.sampled
+        if not len(sampled):
+            return np.empty((1, 0), np.int32)
         positions = plan.starts[sampled] + plan.lengths[sampled]
         return output_tokens(self._bases[plan.slots[sampled]], positions, plan.num_steps)

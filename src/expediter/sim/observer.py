@@ -17,7 +17,7 @@ class Observer(Protocol):
         ...
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
-        """A replica's scheduler reported events."""
+        """A replica's scheduler reported events; `Tokens`, one per step, are left out."""
         ...
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
+from typing import Final
 
 from expediter.control.routing import ReplicaSnapshot
 from expediter.core.errors import InvariantError
-from expediter.core.events import Event, Finished, Rejected
+from expediter.core.events import Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepPlan
 from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer
+
+_ENDS: Final = (Finished, Rejected)
 
 
 class SimulatedReplica:
@@ -123,7 +126,10 @@ class SimulatedReplica:
         self._wake(now_s)
 
     def _emit(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Finished | Rejected):
+        facts = [event for event in events if type(event) is not Tokens]
+        if not facts:  # most steps only yield tokens
+            return
+        for event in facts:
+            if isinstance(event, _ENDS):
                 self._num_requests -= 1
-        self._observer.record(self.replica_id, events)
+        self._observer.record(self.replica_id, facts)
