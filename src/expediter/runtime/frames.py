@@ -106,7 +106,16 @@ _KIND_OF: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _EVENT_DECODERS: Final[tuple[msgspec.msgpack.Decoder[Any], ...]] = tuple(
     msgspec.msgpack.Decoder(kind) for kind in _KINDS
 )
-_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def _plain_number(value: object) -> object:
+    """Let numbers that numpy made pass as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no place in a frame")
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_plain_number)
 _GATEWAY_DECODER: Final[msgspec.msgpack.Decoder[GatewayFrame]] = msgspec.msgpack.Decoder(GatewayFrame)
 _REPLICA_DECODER: Final[msgspec.msgpack.Decoder[ReplicaFrame]] = msgspec.msgpack.Decoder(ReplicaFrame)
 

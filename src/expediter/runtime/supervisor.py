@@ -215,8 +215,8 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are taken and every replica serves."""
-        return not self._draining and all(replica.state is ReplicaState.UP for replica in self._replicas)
+        """Whether new requests are taken and a replica serves."""
+        return not self._draining and any(replica.state is ReplicaState.UP for replica in self._replicas)
 
     @property
     def num_in_flight(self) -> int:

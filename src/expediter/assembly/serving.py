@@ -1,0 +1,172 @@
+"""Puts a server together: replicas, gateway, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from expediter.assembly.presets import Preset
+from expediter.control.routing import make_router
+from expediter.core.errors import ConfigurationError
+from expediter.engine.tokenizer import Tokenizer
+from expediter.gateway.app import build_app
+from expediter.gateway.auth import ApiKeys
+from expediter.gateway.middleware import Drain
+from expediter.gateway.server import StopSignals, first_of, make_http_server, serve_until_signal
+from expediter.gateway.service import GatewayConfig, Service
+from expediter.runtime.clock import MonotonicClock
+from expediter.runtime.frames import Hello
+from expediter.runtime.spec import ReplicaSpec
+from expediter.runtime.supervisor import Supervisor, SupervisorConfig
+from expediter.scheduling.ordering import make_ordering
+from expediter.telemetry.metrics import ServerMetrics
+from expediter.telemetry.step_log import StepLog
+
+REPLICA_COMMAND: Final = (sys.executable, "-m", "expediter.assembly.replica")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """One server.
+
+    Args:
+        model: folder of the model.
+        model_names: names that clients may use for it; the first is shown.
+        preset: scheduler limits, ordering, routing; the operator's overrides are in it already.
+        max_model_len: None for what model and KV pool can hold.
+        num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
+        api_keys: none of them: everybody may come in.
+        shutdown_timeout_s: for requests in flight at the first signal.
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    model: Path
+    model_names: tuple[str, ...]
+    preset: Preset
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_replicas: int = 1
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    api_keys: tuple[str, ...] = ()
+    shutdown_timeout_s: float = 30.0
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigurationError(f"replicas must be at least 1, not {self.num_replicas}")
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigurationError(f"port must lie in [0, 65535], not {self.port}")
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        if not self.shutdown_timeout_s >= 0:
+            raise ConfigurationError("shutdown_timeout_s must not be negative")
+        if not all(self.api_keys):
+            raise ConfigurationError("an API key must not be empty")
+        make_ordering(self.preset.ordering)
+        make_router(self.preset.routing)
+
+
+def serve(
+    config: ServeConfig, announce: Callable[[str], None], *, replica_command: Sequence[str] = REPLICA_COMMAND
+) -> None:
+    """Serve until a signal; returns after a clean shutdown, with no process left behind.
+
+    Args:
+        announce: told in a line when the server is ready.
+        replica_command: argv of a replica process.
+    Raises:
+        ConfigurationError, ReplicaError: it cannot start.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, announce, replica_command))
+
+
+async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_command: Sequence[str]) -> None:
+    metrics, step_log, clock = ServerMetrics(config.model_names[0]), StepLog(), MonotonicClock()
+    text = Tokenizer.from_folder(config.model)
+    supervisor = Supervisor(
+        command=replica_command,
+        specs=replica_specs(config),
+        router=make_router(config.preset.routing),
+        metrics=metrics,
+        step_log=step_log,
+        clock=clock,
+        config=config.supervisor,
+    )
+    with StopSignals() as signals:
+        starting = asyncio.create_task(supervisor.start())
+        try:
+            await first_of(asyncio.shield(starting), signals.first.wait())
+            if not starting.done():  # a signal came first
+                return
+            hellos = starting.result()
+            service = Service(_gateway_config(config, hellos), supervisor, text, clock)
+            drain = Drain()
+            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys), drain)
+            await serve_until_signal(
+                make_http_server(app, config.host, config.port),
+                supervisor,
+                drain,
+                signals,
+                shutdown_timeout_s=config.shutdown_timeout_s,
+                on_listening=lambda port: announce(_ready_line(config, hellos, port)),
+            )
+            service.close()
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await supervisor.stop()
+
+
+def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
+    """Return what each replica is told. They share the machine's CPU threads evenly."""
+    num_threads = max(len(os.sched_getaffinity(0)) // config.num_replicas, 1)
+    return [
+        ReplicaSpec(
+            replica_id=number,
+            model=str(config.model),
+            dtype=config.dtype,
+            device=config.device,
+            num_threads=num_threads,
+            block_size=config.preset.block_size,
+            num_blocks=config.num_blocks,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            scheduler=config.preset.scheduler,
+            max_model_len=config.max_model_len,
+            ordering=config.preset.ordering,
+            prefix_caching=config.preset.prefix_caching,
+        )
+        for number in range(config.num_replicas)
+    ]
+
+
+def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConfig:
+    return GatewayConfig(
+        model_names=config.model_names,
+        max_model_len=min(hello.max_model_len for hello in hellos),
+        num_kv_tokens=min(hello.limits.num_blocks * hello.limits.block_size for hello in hellos),
+    )
+
+
+def _ready_line(config: ServeConfig, hellos: Sequence[Hello], port: int) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    limits = hellos[0].limits
+    return (
+        f"ready: http://{host}:{port} serves {config.model_names[0]} with {len(hellos)} replica"
+        f"{'s' if len(hellos) > 1 else ''}, preset {config.preset.name}, each with {limits.num_blocks} KV blocks of "
+        f"{limits.block_size} tokens, max_model_len {min(hello.max_model_len for hello in hellos)}"
+    )
