@@ -159,7 +159,7 @@ def test_chat_stream_shape(server: LiveServer) -> None:
 
 
 def test_several_prompts_and_choices(server: LiveServer) -> None:
-    want = {i: text for i, text in enumerate(["a", "a", "bb", "bb"])}
+    want = dict(enumerate(["a", "a", "bb", "bb"]))
     texts, reasons, events = streamed(server, ["a", "bb"], n=2, stream_options={"include_usage": True})
     assert texts == want
     assert set(reasons) == {0, 1, 2, 3}

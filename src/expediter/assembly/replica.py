@@ -20,7 +20,7 @@ def build_replica(spec: ReplicaSpec) -> BuiltReplica:
     Raises:
         ConfigurationError: the model, a limit or the size of the KV pool does not work.
     """
-    from expediter.engine.model import EngineConfig, load_executor  # torch: seconds, and not for other executors
+    from expediter.engine.model import EngineConfig, load_executor  # noqa: PLC0415 - torch: not for other executors
 
     setup_logging(f"replica-{spec.replica_id}")
     executor = load_executor(
