@@ -7,6 +7,7 @@ raises instead of leaving a request in two places at once.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import InvariantError, RequestError
+from expediter.core.slo import NO_SLO, Slo
 
 TokenArray = npt.NDArray[np.int32]
 """Token ids, int32, shape [num_tokens]."""
@@ -81,6 +83,7 @@ class Request:
         stop_token_ids: tokens that end the request, end-of-sequence ids included; empty to ignore them all.
         priority: lower runs first (vLLM's convention).
         cache_salt: root of the prefix cache; requests under different salts never share blocks.
+        slo: its targets.
         arrival_s: when it came in, in the driver's clock.
     Raises:
         RequestError: a field is out of range.
@@ -95,6 +98,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    slo: Slo = NO_SLO
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,6 +120,11 @@ class Request:
         """Prompt plus the longest possible output, in tokens."""
         return len(self.prompt) + self.max_tokens
 
+    @property
+    def first_token_deadline_s(self) -> float | None:
+        """When the first token is due, in the driver's clock; None without a target."""
+        return None if self.slo.ttft_s is None else self.arrival_s + self.slo.ttft_s
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -131,7 +140,6 @@ class RequestState:
         num_computed_tokens: tokens whose KV exists (cached ones included), as of the last applied step.
         num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
         num_bypassed: requests admitted past this one while it did not fit.
-        num_skipped_tokens: tokens reused over all admissions.
     """
 
     request: Request
@@ -156,6 +164,11 @@ class RequestState:
     def num_known_tokens(self) -> int:
         """Prompt and output tokens; exact only while the request is not running."""
         return len(self.token_bytes) >> 2
+
+    def append(self, token: int) -> None:
+        """Append an output token."""
+        self.output.append(token)
+        self.token_bytes += token.to_bytes(4, sys.byteorder, signed=True)
 
     def move(self, status: Status) -> None:
         """Change the status.

@@ -34,6 +34,10 @@ class Slo:
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
 
+NO_SLO = Slo()
+"""No targets: always met."""
+
+
 def parse_slo(text: str) -> Slo:
     """Return the SLO that `ttft=SECONDS,tpot=SECONDS` names; either part may be absent.
 

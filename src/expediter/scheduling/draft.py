@@ -2,80 +2,258 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from expediter.core.events import Event
+from expediter.core.errors import InvariantError
+from expediter.core.events import Admitted, Event, PreemptCause, Preempted
 from expediter.core.plan import Admission, IntArray, StepFeatures, StepPlan
-from expediter.core.request import RequestState
+from expediter.core.request import RequestState, Status
+from expediter.scheduling.budget import BudgetRule
+from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.memory import MemoryRule
+from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.preemption import VictimRule
+from expediter.scheduling.running import RunningSet
+from expediter.scheduling.waiting import WaitingQueue
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The policy parts that a step is decided by."""
+
+    ordering: Ordering
+    memory: MemoryRule
+    budget: BudgetRule
+    victims: VictimRule
+
+
 class Draft:
-    """What one call of `plan` has decided so far.
+    """One step in the making. A `Batching` fills it through `add_decodes` and `add_prompts`.
 
     Attributes:
         budget: tokens that may still be added.
-        chunks: planned tokens of prefilling sequences by slot, in batch order; 0 where the budget ran out.
+        chunks: planned tokens of prefilling sequences by slot, in batch order.
         preempted: requests to queue again once the step is decided, so that they do not return within it.
+        queue_is_stuck: the waiting requests would meet the same refusals in a next step if nothing comes or goes.
+        pad_to: sequences of a static batch, for the features; 0 for no padding.
     """
 
-    now_s: float
-    budget: int
-    chunks: dict[int, int] = field(default_factory=dict)
-    admitted: list[Admission] = field(default_factory=list)
-    preempted: list[RequestState] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    def __init__(
+        self, config: SchedulerConfig, rules: Rules, running: RunningSet, waiting: WaitingQueue, now_s: float
+    ) -> None:
+        self.now_s = now_s
+        self.running = running
+        self.budget = rules.budget.tokens(running, now_s)
+        self.has_decodes = False
+        self.chunks: dict[int, int] = {}
+        self.admitted: list[Admission] = []
+        self.preempted: list[RequestState] = []
+        self.events: list[Event] = []
+        self.queue_is_stuck = True
+        self.pad_to = 0
+        self._config = config
+        self._rules = rules
+        self._waiting = waiting
 
-    def add_chunk(self, state: RequestState) -> None:
-        """Plan as much of a sequence's uncomputed tokens as the budget allows."""
+    # -- moves of a batching ------------------------------------------------------------------------------------------
+
+    def add_decodes(self) -> None:
+        """Add every decoding sequence, preempting some if their next tokens find no block."""
+        self.running.grow(self._make_room)
+        self.has_decodes = self.running.decoding.size > 0
+        self.budget -= self.running.decoding.size
+
+    def add_prompts(self, *, whole: bool = False) -> None:
+        """Add chunks of prompts under way and start waiting requests, in the ordering's order, while budget lasts.
+
+        A waiting request that does not fit is passed over, but only `max_bypasses` times; then it blocks the queue
+        until it runs. So a large request neither holds small ones up for long nor is starved by them.
+
+        Args:
+            whole: a request starts only if all of it fits the budget.
+        """
+        ordering = self._rules.ordering
+        partial = deque(self.running.prefilling)
+        if ordering.interleaves:
+            partial = deque(sorted(partial, key=lambda state: ordering.urgency(state, self.now_s)))
+        passed: list[RequestState] = []
+        # Who just lost its blocks must not fight for them again in the same step.
+        is_open = not self.preempted
+        while self.budget > 0:
+            head = self._waiting.first(self.now_s) if is_open else None
+            if partial and (head is None or not self._goes_before(head, partial[0])):
+                self._add_chunk(partial.popleft())
+                continue
+            if head is None:
+                break
+            if whole and self._needs_more_than_budget(head):
+                self.queue_is_stuck = False
+                is_open = False
+                continue
+            self._waiting.remove(head)
+            if self._start(head):
+                for other in passed:
+                    other.num_bypassed += 1
+                continue
+            passed.append(head)
+            is_open = self._may_be_passed(head) and len(passed) <= self._config.max_scan
+        for state in passed:
+            self._waiting.push(state, self.now_s)
+        self._judge_queue(passed)
+
+    def _goes_before(self, head: RequestState, partial: RequestState) -> bool:
+        ordering = self._rules.ordering
+        return ordering.interleaves and ordering.urgency(head, self.now_s) < ordering.urgency(partial, self.now_s)
+
+    def _needs_more_than_budget(self, state: RequestState) -> bool:
+        if state.num_known_tokens <= self.budget:
+            return False
+        match = self.running.kv.match(state.token_bytes, state.request.cache_salt)
+        return state.num_known_tokens - match.num_blocks * self.running.kv.block_size > self.budget
+
+    def _may_be_passed(self, state: RequestState) -> bool:
+        """Whether others may try after `state` did not fit: not without a slot, and not for ever."""
+        return (
+            self.running.has_slot
+            and state.num_bypassed < self._config.max_bypasses
+            and not self._waiting.is_over_age(state, self.now_s)
+        )
+
+    def _judge_queue(self, passed: list[RequestState]) -> None:
+        if self.admitted or self.preempted:
+            self.queue_is_stuck = False
+        elif len(self._waiting) and self.running.has_slot:
+            # With a slot free, the order and the budget decide who is tried; both must stand still.
+            still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
+            self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
+
+    def _add_chunk(self, state: RequestState) -> None:
         chunk = min(state.num_known_tokens - state.num_computed_tokens, self.budget)
         self.chunks[state.slot] = chunk
         self.budget -= chunk
 
+    # -- starting -----------------------------------------------------------------------------------------------------
 
-def compose(
-    step_id: int, draft: Draft, decoding: DecodingBatch, prefilling: Iterable[RequestState], tables: IntArray
-) -> StepPlan:
-    """Pack a draft into a plan: decodes first, then the chunks in order of admission.
+    def _start(self, state: RequestState) -> bool:
+        """Move a request from the queue into the running set if it fits, displacing others if the ordering lets it."""
+        kv, rules = self.running.kv, self._rules
+        num_tokens = rules.memory.reserve_tokens(state)
+        match = kv.match(state.token_bytes, state.request.cache_salt)
+        spare = rules.memory.spare_blocks(state, self.running)
+        if rules.ordering.displaces:
+            self._displace_for(state, kv.shortage(match, num_tokens, spare))
+            spare = rules.memory.spare_blocks(state, self.running)
+        if not self.running.enter(state, match, num_tokens, spare):
+            return False
+        self._announce(state, match.num_blocks * kv.block_size)
+        self._add_chunk(state)
+        return True
 
-    The arrays are copies, so that an abort while the plan is in flight cannot change them.
-    """
-    size = decoding.size
-    slots = decoding.slots[:size].copy()
-    starts = decoding.counters[DecodingBatch.COMPUTED, :size].copy()
-    tokens = decoding.last_tokens[:size].copy()
-    lengths = np.ones(size, np.int32)
-    sampled = np.arange(size)
-    attention = 0.0
-    entries = [(state, draft.chunks[state.slot]) for state in prefilling if draft.chunks.get(state.slot)]
-    if entries:
-        pieces = [tokens]
-        last: list[int] = []
-        for index, (state, chunk) in enumerate(entries, start=size):
-            start = state.num_computed_tokens
-            pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
-            attention += chunk * (start + chunk / 2)
-            if start + chunk == state.num_known_tokens:
-                last.append(index)
-        tokens = np.concatenate(pieces)
-        slots = np.concatenate((slots, np.array([state.slot for state, _ in entries], np.int32)))
-        starts = np.concatenate((starts, np.array([state.num_computed_tokens for state, _ in entries], np.int32)))
-        lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
-        sampled = np.concatenate((sampled, np.array(last, np.intp)))
-    return StepPlan(
-        step_id=step_id,
-        num_decodes=size,
-        slots=slots,
-        starts=starts,
-        lengths=lengths,
-        tokens=tokens,
-        sampled=sampled,
-        block_tables=tables,
-        features=StepFeatures(len(tokens), len(slots), size, decoding.context_tokens, attention),
-        admitted=tuple(draft.admitted),
-        events=draft.events,
-    )
+    def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
+        resumed = state.status is Status.PREEMPTED
+        state.move(Status.RUNNING)
+        self._rules.ordering.admitted(state, state.num_known_tokens - num_cached_tokens, self.running.decode_clock)
+        if not resumed:
+            state.num_cached_tokens = num_cached_tokens
+            state.first_scheduled_s = self.now_s
+        known = np.frombuffer(state.token_bytes, np.int32)
+        self.admitted.append(Admission(state.slot, state, known, num_cached_tokens))
+        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed))
+
+    # -- preempting ---------------------------------------------------------------------------------------------------
+
+    def _displace_for(self, state: RequestState, shortage: int) -> None:
+        """Preempt running requests that `state` outranks, if that makes room for it."""
+        if shortage <= 0 and self.running.has_slot:
+            return
+        newcomers = {admission.slot for admission in self.admitted}
+        victims: list[RequestState] = []
+        for victim in self._rules.victims.ranked(self.running, self.now_s):
+            if victims and shortage <= 0:
+                break
+            if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
+                victims.append(victim)
+                shortage -= self.running.kv.num_exclusive_blocks(victim.slot)
+        if not victims or shortage > 0:
+            return
+        for victim in victims:
+            if victim.slot in self.chunks:
+                self.budget += self.chunks.pop(victim.slot)
+            elif self.has_decodes and self.running.is_decoding(victim):
+                self.budget += 1
+            self._preempt(victim, PreemptCause.PRIORITY)
+
+    def _make_room(self) -> None:
+        ranked = self._rules.victims.ranked(self.running, self.now_s)
+        if not ranked:
+            raise InvariantError("a running request lacks a block, and all of them have theirs reserved")
+        self._preempt(ranked[0], PreemptCause.GROWTH)
+
+    def _preempt(self, state: RequestState, cause: PreemptCause) -> None:
+        self.running.leave(state)
+        state.move(Status.PREEMPTED)
+        self.events.append(Preempted(state.request_id, self.now_s, cause, state.num_computed_tokens))
+        state.num_computed_tokens = 0
+        state.num_preemptions += 1
+        self.preempted.append(state)
+        self.queue_is_stuck = False
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def compose(self, step_id: int) -> tuple[StepPlan, list[RequestState]]:
+        """Pack the draft into a plan: decodes first, then the chunks; also return who the chunks are of.
+
+        The arrays are copies, so that an abort while the plan is in flight cannot change them.
+        """
+        decoding = self.running.decoding
+        size = decoding.size if self.has_decodes else 0
+        slots = decoding.slots[:size].copy()
+        starts = decoding.counters[DecodingBatch.COMPUTED, :size].copy()
+        tokens = decoding.last_tokens[:size].copy()
+        lengths = np.ones(size, np.int32)
+        sampled = np.arange(size)
+        attention = 0.0
+        entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
+        if entries:
+            pieces = [tokens]
+            last: list[int] = []
+            for index, (state, chunk) in enumerate(entries, start=size):
+                start = state.num_computed_tokens
+                pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
+                attention += chunk * (start + chunk / 2)
+                if start + chunk == state.num_known_tokens:
+                    last.append(index)
+            tokens = np.concatenate(pieces)
+            slots = np.concatenate((slots, np.array([state.slot for state, _ in entries], np.int32)))
+            starts = np.concatenate((starts, np.array([s.num_computed_tokens for s, _ in entries], np.int32)))
+            lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
+            sampled = np.concatenate((sampled, np.array(last, np.intp)))
+        context = decoding.context_tokens if size else 0
+        features = StepFeatures(len(tokens), len(slots), size, context, attention)
+        if self.pad_to:
+            features = self._padded(features, lengths, starts)
+        plan = StepPlan(
+            step_id=step_id,
+            num_decodes=size,
+            slots=slots,
+            starts=starts,
+            lengths=lengths,
+            tokens=tokens,
+            sampled=sampled,
+            block_tables=self.running.kv.tables,
+            features=features,
+            admitted=tuple(self.admitted),
+            events=self.events,
+        )
+        return plan, [state for state, _ in entries]
+
+    def _padded(self, features: StepFeatures, lengths: IntArray, starts: IntArray) -> StepFeatures:
+        """Count every sequence of the static batch, ended ones included, at the length of the longest."""
+        count, longest, context = self.pad_to, int(lengths.max(initial=0)), int((starts + 1).max(initial=0))
+        if features.num_decodes:
+            return StepFeatures(count, count, count, count * context, 0.0)
+        return StepFeatures(count * longest, count, 0, 0, count * longest * longest / 2)

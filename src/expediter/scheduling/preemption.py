@@ -1,30 +1,54 @@
-"""Who gives way: the running request of lowest value, least computed first, newest last.
-
-Least computed first loses the least work (half of what recomputation costs is victim choice). A request that has been
-preempted `max_preemptions` times holds blocks for its longest possible life and is never a victim again.
-"""
+"""Who gives way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Protocol
 
 from expediter.core.request import RequestState
 from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.running import RunningSet
 
 
-def running_by_value(
-    decoding: DecodingBatch, prefilling: Iterable[RequestState], max_preemptions: int
-) -> list[RequestState]:
-    """Return the requests that may be preempted, first victim first.
+class VictimRule(Protocol):
+    """Ranks the running requests that may be preempted."""
 
-    Cost: O(running) in Python; called only when somebody has to go.
+    def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:
+        """Return them, first victim first. O(running); asked only when somebody has to go."""
+        ...
+
+
+class LowestPriority:
+    """Lowest priority first, then least computed, then newest.
+
+    Least computed loses the least work; victim choice is half of what recomputation costs. A request that has been
+    preempted `max_preemptions` times owns blocks for its whole life and is never a victim again.
     """
-    computed = decoding.counters[DecodingBatch.COMPUTED, : decoding.size].tolist()
-    candidates: list[tuple[int, RequestState]] = list(zip(computed, decoding.states[: decoding.size], strict=True))
-    candidates += [(state.num_computed_tokens, state) for state in prefilling]
-    ranked = sorted(
-        (-state.request.priority, count, -state.sequence, state)
-        for count, state in candidates
-        if state.num_preemptions < max_preemptions
-    )
-    return [entry[3] for entry in ranked]
+
+    def __init__(self, max_preemptions: int) -> None:
+        self._max_preemptions = max_preemptions
+
+    def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:  # noqa: ARG002 - priorities keep
+        decoding = running.decoding
+        computed = decoding.counters[DecodingBatch.COMPUTED, : decoding.size].tolist()
+        candidates = list(zip(computed, decoding.states[: decoding.size].tolist(), strict=True))
+        candidates += [(state.num_computed_tokens, state) for state in running.prefilling]
+        ranked = sorted(
+            (-state.request.priority, count, -state.sequence, state)
+            for count, state in candidates
+            if state.num_preemptions < self._max_preemptions
+        )
+        return [entry[3] for entry in ranked]
+
+
+class LastInFirstOut:
+    """Newest arrival first. Source: vLLM's fcfs policy."""
+
+    def __init__(self, max_preemptions: int) -> None:
+        self._max_preemptions = max_preemptions
+
+    def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:  # noqa: ARG002 - arrivals keep
+        states = [*running.decoding.states[: running.decoding.size].tolist(), *running.prefilling]
+        return sorted(
+            (state for state in states if state.num_preemptions < self._max_preemptions),
+            key=lambda state: (-state.request.arrival_s, -state.sequence),
+        )

@@ -1,17 +1,19 @@
-"""The queue of requests that do not run: a heap by the ordering's key."""
+"""The queue of requests that do not run: an ordering, and the bound on how long it may pass anybody over."""
 
 from __future__ import annotations
 
-import heapq
+import math
 
-from expediter.core.request import RequestState, Status
-from expediter.scheduling.ordering import Ordering
-
-_Entry = tuple[tuple[float, ...], int, RequestState]
+from expediter.core.request import RequestState
+from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.ordering.base import Ordering
 
 
 class WaitingQueue:
-    """Waiting and preempted requests, least key first. O(log n) per change; an abort leaves a stale entry behind.
+    """Waiting and preempted requests in the order in which they are tried.
+
+    The ordering decides, but for who has waited longer than its `max_wait_s` since arrival: they go first, by age.
+    So whatever the ordering prefers, a request is behind at most those that were over the bound before it.
 
     Attributes:
         num_tokens: known tokens of all queued requests.
@@ -19,37 +21,43 @@ class WaitingQueue:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._heap: list[_Entry] = []
-        self._num_queued = 0
+        self._by_age = LazyHeap()
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return self._num_queued
+        return len(self._by_age)
 
-    def push(self, state: RequestState) -> None:
-        """Queue a request; its status is WAITING or PREEMPTED."""
-        heapq.heappush(self._heap, (self._ordering.key(state), state.sequence, state))
-        self._num_queued += 1
+    def push(self, state: RequestState, now_s: float) -> None:
+        """Queue a request."""
+        self._by_age.put(state, (state.request.arrival_s,))
+        self._ordering.push(state, now_s)
         self.num_tokens += state.num_known_tokens
 
-    def pop(self) -> RequestState | None:
-        """Take the first request out, or return None if the queue is empty."""
-        while self._heap:
-            state = heapq.heappop(self._heap)[2]
-            if state.status is not Status.FINISHED:
-                self._forget(state)
-                return state
-        return None
+    def first(self, now_s: float) -> RequestState | None:
+        """Return the next request to try, or None if the queue is empty."""
+        oldest = self._by_age.first()
+        if oldest is None:
+            return None
+        if self.is_over_age(oldest[1], now_s):
+            return oldest[1]
+        return self._ordering.first(now_s)
 
-    def discard(self, state: RequestState) -> None:
-        """Take a queued request out from wherever it stands. Its status must become FINISHED in the same breath."""
-        self._forget(state)
-        if len(self._heap) > 64 and len(self._heap) > 2 * self._num_queued:
-            self._heap = [
-                entry for entry in self._heap if entry[2].status is not Status.FINISHED and entry[2] is not state
-            ]
-            heapq.heapify(self._heap)
-
-    def _forget(self, state: RequestState) -> None:
-        self._num_queued -= 1
+    def remove(self, state: RequestState) -> None:
+        """Take a queued request out from wherever it stands."""
+        self._by_age.remove(state)
+        self._ordering.remove(state)
         self.num_tokens -= state.num_known_tokens
+
+    def is_over_age(self, state: RequestState, now_s: float) -> bool:
+        """Return whether a request has waited longer than the ordering's ageing bound."""
+        return now_s - state.request.arrival_s > self._ordering.max_wait_s
+
+    def next_change_s(self, now_s: float) -> float:
+        """Return when the order changes by age alone, at the earliest; infinity if it never does.
+
+        Who is over the bound and does not fit blocks the queue, so nothing behind it matters.
+        """
+        oldest = self._by_age.first()
+        if oldest is None or self.is_over_age(oldest[1], now_s):
+            return math.inf
+        return oldest[0][0] + self._ordering.max_wait_s

@@ -1,0 +1,1 @@
+"""In which order waiting requests are tried; one class per policy, by name in `registry`."""

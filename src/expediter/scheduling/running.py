@@ -1,0 +1,134 @@
+"""The running set: who holds a slot and blocks, decoding or still computing its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from expediter.core.errors import InvariantError
+from expediter.core.plan import IntArray
+from expediter.core.request import RequestState, Status
+from expediter.kvcache.manager import KVCacheManager
+from expediter.kvcache.radix import PrefixMatch
+from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.ordering.base import Ordering
+
+
+class RunningSet:
+    """Slots, blocks and step arrays of running sequences; they come and go together here and nowhere else.
+
+    Attributes:
+        decoding: sequences that have caught up, one token per step each.
+        prefilling: sequences with more to compute, in order of admission.
+        decode_clock: decode steps so far; what a sequence got while it decoded is a difference of two readings.
+    """
+
+    def __init__(self, kv: KVCacheManager, max_num_seqs: int, ordering: Ordering) -> None:
+        self.kv = kv
+        self._ordering = ordering
+        self.decoding = DecodingBatch(max_num_seqs)
+        self.prefilling: list[RequestState] = []
+        self.decode_clock = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.decoding.size + len(self.prefilling)
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+        """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room."""
+        if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks):
+            return False
+        state.slot = self._free_slots.pop()
+        state.num_computed_tokens = match.num_blocks * self.kv.block_size
+        self.prefilling.append(state)
+        return True
+
+    def compute(self, state: RequestState, num_tokens: int) -> None:
+        """Record that a prefilling sequence computed `num_tokens` more; full blocks of them can be reused from now."""
+        state.num_computed_tokens += num_tokens
+        self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
+
+    def catch_up(self, states: list[RequestState]) -> None:
+        """Move sequences whose newest known token is their only uncomputed one over to decoding."""
+        members = {state.slot for state in states}
+        self.prefilling = [state for state in self.prefilling if state.slot not in members]
+        for state in states:
+            self.decoding.join(state, int(self.kv.num_owned[state.slot]) * self.kv.block_size)
+            self._ordering.joined(state, self.decode_clock)
+
+    def advance(self, tokens: IntArray) -> list[RequestState]:
+        """Append a token per step to every decoding sequence; return those that ended, with their blocks back.
+
+        Args:
+            tokens: int32, shape [num_steps, decoding.size].
+        """
+        self.decode_clock += len(tokens)
+        rows = self.decoding.advance(tokens)
+        if not len(rows):
+            return []
+        ended = self.decoding.leave(rows)
+        for state in ended:
+            self._ordering.left(state, self.decode_clock)
+            self._give_back(state)
+        return ended
+
+    def leave(self, state: RequestState) -> None:
+        """Take a sequence out; its known tokens are complete then, and its blocks are back."""
+        if state in self.prefilling:
+            self.prefilling.remove(state)
+        else:
+            self.decoding.leave(np.array([self.decoding.row_of(state)]))
+            self._ordering.left(state, self.decode_clock)
+        self._give_back(state)
+
+    def _give_back(self, state: RequestState) -> None:
+        """What was computed stays in the prefix cache for who comes with the same tokens."""
+        self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
+        self.kv.release(state.slot)
+        self._free_slots.append(state.slot)
+        state.slot = -1
+
+    def is_decoding(self, state: RequestState) -> bool:
+        return state not in self.prefilling
+
+    def grow(self, make_room: Callable[[], None]) -> None:
+        """Give every decoding sequence at a block edge a block for its next token.
+
+        Args:
+            make_room: takes one running sequence out; called until the others' needs are met.
+        """
+        rows = self.decoding.at_edge()
+        while len(rows) > self.kv.num_available_blocks:
+            make_room()
+            rows = self.decoding.at_edge()
+        if len(rows):
+            self.kv.append(self.decoding.slots[rows], self.kv.take(len(rows)))
+            self.decoding.add_room(rows, self.kv.block_size)
+
+    def grow_for_run(self, num_steps: int) -> None:
+        """Give the decoding sequences the blocks of `num_steps` steps, the first of which has its blocks already."""
+        decoding, block_size = self.decoding, self.kv.block_size
+        rows, ordinals, counts = decoding.edges_in_run(num_steps, block_size)
+        self.kv.append_runs(decoding.slots[rows], ordinals, self.kv.take(len(rows)))
+        decoding.add_room(np.arange(decoding.size), counts * block_size)
+
+    def check(self) -> None:
+        """Verify slots and blocks against each other.
+
+        Raises:
+            InvariantError: they disagree (a bug of ours).
+        """
+        self.kv.check()
+        running = [*self.prefilling, *self.decoding.states[: self.decoding.size]]
+        slots = sorted([state.slot for state in running] + self._free_slots)
+        if slots != list(range(len(self.kv.num_owned))):
+            raise InvariantError(f"slots are lost or held twice: {slots}")
+        if {state.slot for state in running} != set(np.flatnonzero(self.kv.num_owned).tolist()):
+            raise InvariantError("blocks are owned by a slot that does not run")
+        if any(state.status is not Status.RUNNING for state in running):
+            raise InvariantError("a request that does not run is in a batch")

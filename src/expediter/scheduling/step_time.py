@@ -1,0 +1,90 @@
+"""A step-time model that learns from the replica's own steps.
+
+Recursive least squares on the features of a step, starting from an analytic prior: the prior's prediction is itself a
+feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do not drown the
+many short decodes. The model also tracks by how much it is exceeded, so that who needs a bound can ask for one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.core.plan import StepFeatures
+from expediter.core.ports import StepTimeModel
+
+_FLOOR_S = 1e-6
+_FORGETTING = 0.998
+_FIRST_STEPS = 256
+_EVERY = 8
+_SCALE = np.array([1.0, 1.0, 1e-4, 1e-4, 1e-7, 1e-8])
+"""Brings features near 1: prior, constant, tokens, decodes, context tokens, attention."""
+
+
+class OnlineStepTime:
+    """`StepTimeModel` that is fitted step by step.
+
+    Args:
+        prior: an analytic model, if there is one.
+    Attributes:
+        relative_error: smoothed mean of |predicted - actual| / actual, 0 before the first step.
+    """
+
+    def __init__(self, prior: StepTimeModel | None = None) -> None:
+        self._prior = prior
+        self._weights: npt.NDArray[np.float64] = np.zeros(6)
+        self._weights[0] = 1.0 if prior is not None else 0.0
+        # A prior is trusted like some hundred steps; without one the first steps decide.
+        self._covariance: npt.NDArray[np.float64] = np.eye(6) * (0.01 if prior is not None else 100.0)
+        self._num_seen = 0
+        self.relative_error = 0.0
+
+    def observe(self, features: StepFeatures, elapsed_s: float) -> None:
+        """Learn from a finished step."""
+        if elapsed_s <= 0:
+            return
+        x = self._row(features) / elapsed_s
+        error = 1.0 - float(x @ self._weights)
+        rate = 0.05 if self._num_seen > 20 else 1.0 / (self._num_seen + 1)
+        self.relative_error += rate * (abs(error) - self.relative_error)
+        gain = self._covariance @ x
+        gain /= _FORGETTING + float(x @ gain)
+        self._weights += gain * error
+        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGETTING
+        np.clip(self._covariance, -1e6, 1e6, out=self._covariance)
+        self._num_seen += 1
+
+    def wants(self, step_id: int) -> bool:
+        """Return whether a step should be learned from: the first ones all, later ones now and then."""
+        return self._num_seen < _FIRST_STEPS or step_id % _EVERY == 0
+
+    def step_time_s(self, features: StepFeatures) -> float:
+        """Return the expected duration of a step in seconds."""
+        return max(_FLOOR_S, float(self._row(features) @ self._weights))
+
+    def bound_s(self, features: StepFeatures) -> float:
+        """Return a duration that a step exceeds rarely: the expected one and twice the usual error on top."""
+        return self.step_time_s(features) * (1 + min(0.5, 2 * self.relative_error))
+
+    def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:
+        """Return the durations of `num_steps` successive decode steps, float64, shape [num_steps]."""
+        grown = (
+            features._replace(decode_context_tokens=features.decode_context_tokens + k * features.num_decodes)
+            for k in range(num_steps)
+        )
+        return np.array([self.step_time_s(each) for each in grown])
+
+    def _row(self, features: StepFeatures) -> npt.NDArray[np.float64]:
+        prior_s = 0.0 if self._prior is None else self._prior.step_time_s(features)
+        row = np.array(
+            [
+                prior_s,
+                1.0,
+                features.num_tokens,
+                features.num_decodes,
+                features.decode_context_tokens,
+                features.prefill_attention,
+            ]
+        )
+        row *= _SCALE
+        return row
