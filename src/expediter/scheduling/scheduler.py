@@ -199,9 +199,11 @@ class Scheduler:
             if self._start(state, draft):
                 for other in passed:
                     other.num_bypassed += 1
-                continue
-            passed.append(state)
-            if state.num_bypassed >= self.config.max_bypasses or not self._free_slots:
+            else:
+                passed.append(state)
+                if not self._free_slots:
+                    break
+            if any(other.num_bypassed >= self.config.max_bypasses for other in passed):
                 break
         for state in passed:
             self._waiting.push(state)
