@@ -30,6 +30,7 @@ from expediter.core.events import (
 from expediter.core.plan import Admission, StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
+from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.draft import Draft, compose
@@ -219,7 +220,7 @@ class Scheduler:
         spare = self.config.watermark_blocks if self.num_running else 0
         match = self.kv.match(tokens, salt)
         if self.ordering.displaces:
-            self._displace_for(state, self.kv.shortage(match, num_tokens, spare), draft)
+            self._displace_for(state, match, self.kv.shortage(match, num_tokens, spare), draft)
             spare = spare if self.num_running else 0
         if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare):
             return False
@@ -228,8 +229,8 @@ class Scheduler:
         draft.add_chunk(state)
         return True
 
-    def _displace_for(self, state: RequestState, shortage: int, draft: Draft) -> None:
-        """Preempt running requests of strictly lower priority, if that makes room for `state`."""
+    def _displace_for(self, state: RequestState, match: PrefixMatch, shortage: int, draft: Draft) -> None:
+        """Preempt running requests of strictly lower priority, if that makes room for `state`, and nobody otherwise."""
         if shortage <= 0 and self._free_slots:
             return
         newcomers = {admission.slot for admission in draft.admitted}
@@ -239,7 +240,7 @@ class Scheduler:
                 break
             if victim.slot not in newcomers:
                 victims.append(victim)
-                shortage -= self.kv.num_exclusive_blocks(victim.slot)
+                shortage -= self.kv.num_exclusive_blocks(victim.slot, match)
         if not victims or shortage > 0:
             return
         for victim in victims:
