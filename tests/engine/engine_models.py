@@ -25,14 +25,13 @@ def tiny_llama(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama
 
 
 def generate(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return transformers' own greedy continuation."""
+    """Return transformers' own greedy continuation, its end-of-sequence token included."""
     model.set_attn_implementation("sdpa")
     tokens = torch.tensor([prompt], device=model.device)
     output = model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,
     )

@@ -19,7 +19,7 @@ from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
 from expediter.gateway.auth import ApiKeys
 from expediter.gateway.middleware import Drain
-from expediter.gateway.server import StopSignals, first_of, make_http_server, serve_until_signal
+from expediter.gateway.server import StopSignals, bind, first_of, make_http_server, serve_until_signal
 from expediter.gateway.service import GatewayConfig, Service
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
@@ -72,6 +72,8 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        if self.preset.block_size < 1:
+            raise ConfigurationError(f"block_size must be at least 1, not {self.preset.block_size}")
         if not self.shutdown_timeout_s >= 0:
             raise ConfigurationError("shutdown_timeout_s must not be negative")
         if not all(self.api_keys):
@@ -107,7 +109,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
         clock=clock,
         config=config.supervisor,
     )
-    with StopSignals() as signals:
+    with bind(config.host, config.port) as sock, StopSignals() as signals:
         starting = asyncio.create_task(supervisor.start())
         try:
             await first_of(asyncio.shield(starting), signals.first.wait())
@@ -118,12 +120,13 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             drain = Drain()
             app = build_app(service, metrics, step_log, ApiKeys(config.api_keys), drain)
             await serve_until_signal(
-                make_http_server(app, config.host, config.port),
+                make_http_server(app),
+                sock,
                 supervisor,
                 drain,
                 signals,
                 shutdown_timeout_s=config.shutdown_timeout_s,
-                on_listening=lambda port: announce(_ready_line(config, hellos, port)),
+                on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
             )
             service.close()
         finally:

@@ -106,7 +106,7 @@ class Sampler:
         """
         flags = self._flags[slots]
         if not flags.any():
-            return _to_numpy(logits.argmax(dim=-1)), None
+            return _to_numpy(_argmax(logits)), None
         logits = logits.float()
         with_logprobs = np.flatnonzero(flags & _LOGPROBS)
         raw = torch.log_softmax(logits[self._index(with_logprobs)], dim=-1) if len(with_logprobs) else None
@@ -114,7 +114,7 @@ class Sampler:
         adjusted = np.flatnonzero(flags & _ADJUSTED)
         for row in adjusted:
             _adjust(logits[row], self._adjustments[int(slots[row])], int(output_indices[row]))
-        chosen = logits.argmax(dim=-1)
+        chosen = _argmax(logits)
         random = np.flatnonzero(flags & _RANDOM)
         if len(random):
             rows = self._index(random)
@@ -159,11 +159,11 @@ class Sampler:
             scaled.masked_fill_(scaled < scaled.amax(dim=-1, keepdim=True) + shape[:, 1:2].log(), -torch.inf)
         is_filtered = (top_k > 0) | (self._shape[slots, 2] < 1)
         if not is_filtered.any():
-            return (scaled + gumbel(keys, self._all_ids)).argmax(dim=-1)
+            return _argmax(scaled + gumbel(keys, self._all_ids))
         drawn = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         plain = self._index(np.flatnonzero(~is_filtered))
         if len(plain):
-            drawn[plain] = (scaled[plain] + gumbel(keys[plain], self._all_ids)).argmax(dim=-1)
+            drawn[plain] = _argmax(scaled[plain] + gumbel(keys[plain], self._all_ids))
         rows = self._index(np.flatnonzero(is_filtered))
         drawn[rows] = _draw_filtered(scaled[rows], keys[rows], top_k[is_filtered], shape[rows, 2:], _NUCLEUS_WIDTH)
         return drawn
@@ -242,6 +242,13 @@ def _draw_filtered(
         if len(short):
             drawn[short] = _draw_filtered(scaled[short], keys[short], top_k[_to_numpy(short)], top_p[short], vocab_size)
     return drawn
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Return the first best column of each row, int64, shape [n]."""
+    if scores.device.type == "cpu":  # numpy's argmax is vectorised, torch's on CPU is not: 0.1 ms against 1.3
+        return torch.from_numpy(scores.float().numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)
 
 
 def _finite(logprobs: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as deeply as the tensor

@@ -40,20 +40,32 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on, once started."""
-        port: int = self.servers[0].sockets[0].getsockname()[1]
-        return port
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address without listening on it yet; port 0 lets the system choose.
+
+    Raises:
+        ConfigurationError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
 
 
-def make_http_server(app: ASGIApp, host: str, port: int) -> HttpServer:
-    """Return a server for the application; port 0 lets the system choose."""
+def make_http_server(app: ASGIApp) -> HttpServer:
+    """Return a server for the application."""
     return HttpServer(
         uvicorn.Config(
             app,
-            host=host,
-            port=port,
             loop="none",
             http="httptools",
             ws="none",
@@ -92,12 +104,13 @@ class StopSignals:
 
 async def serve_until_signal(
     server: HttpServer,
+    sock: socket.socket,
     supervisor: Supervisor,
     drain: Drain,
     signals: StopSignals,
     *,
     shutdown_timeout_s: float,
-    on_listening: Callable[[int], None],
+    on_listening: Callable[[], None],
 ) -> None:
     """Listen; at the first signal drain and return. The second ends the drain at once.
 
@@ -105,27 +118,19 @@ async def serve_until_signal(
     `shutdown_timeout_s` has passed; what is left then ends with an error event.
 
     Args:
-        on_listening: called with the port once connections are accepted.
-    Raises:
-        ConfigurationError: it cannot listen there.
+        sock: bound address; it is closed at the end.
+        on_listening: called once connections are accepted.
     """
-    serving = asyncio.create_task(_serve(server))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
     await first_of(server.listening.wait(), asyncio.shield(serving))
     if not serving.done():
-        on_listening(server.port)
+        on_listening()
         await first_of(signals.first.wait(), asyncio.shield(serving))
     if not serving.done():
         await _drain(supervisor, drain, signals.second, shutdown_timeout_s)
         server.should_exit = True
         server.force_exit = signals.second.is_set()
     await serving
-
-
-async def _serve(server: HttpServer) -> None:
-    try:
-        await server.serve()
-    except SystemExit as error:  # how uvicorn says that it cannot bind; it has logged why
-        raise ConfigurationError(f"cannot listen on {server.config.host}:{server.config.port}") from error
 
 
 async def _drain(supervisor: Supervisor, drain: Drain, hurry: asyncio.Event, timeout_s: float) -> None:

@@ -75,9 +75,18 @@ class KVCacheManager:
         """Blocks that running sequences own; shared ones count once."""
         return self.pool.num_blocks - self.num_available_blocks
 
-    def num_exclusive_blocks(self, slot: int) -> int:
-        """Return how many blocks would become available if the sequence in `slot` left."""
-        return int(np.count_nonzero(self.pool.refs[self._owned(slot)] == 1))
+    def num_exclusive_blocks(self, slot: int, kept: PrefixMatch) -> int:
+        """Return how many blocks would become available if the sequence in `slot` left.
+
+        Args:
+            kept: cached prefix that somebody else is about to own; its blocks do not count.
+        """
+        owned = self._owned(slot)
+        exclusive = self.pool.refs[owned] == 1
+        # Both are paths from a root, so what they share lies at the same places.
+        both = min(len(owned), kept.num_blocks)
+        exclusive[:both] &= owned[:both] != kept.blocks[:both]
+        return int(np.count_nonzero(exclusive))
 
     # -- a sequence's life --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The event log: what happened to each request, as JSON lines.
 
-Each line has `t` (seconds), `event`, `request` and what belongs to the event; lines are in order of time. The log is a
-function of trace, seed and configuration: the same run gives the same bytes, with jumps or without.
+Each line has `t` (seconds), `event`, `request` and what belongs to the event. Lines are in order of time, but for
+`rejected`: it has the time of the arrival and stands where the replica looked, after the step that it was in. The log
+is a function of trace, seed and configuration: the same run gives the same bytes, with jumps or without.
 """
 
 from __future__ import annotations

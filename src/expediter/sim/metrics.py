@@ -119,7 +119,8 @@ class MetricsCollector:
                 case _:
                     pass
         if events:
-            self.last_event_s = events[-1].now_s
+            # A request that is refused after a step is refused with the time of its arrival.
+            self.last_event_s = max(self.last_event_s, events[-1].now_s)
 
     def _finish(self, event: Finished, replica_id: int) -> None:
         if event.reason is FinishReason.ERROR:

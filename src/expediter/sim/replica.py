@@ -97,7 +97,7 @@ class SimulatedReplica:
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
         for request in self._inbox:
-            self._emit(self.scheduler.add(request, now_s))
+            self._emit(self.scheduler.add(request, request.arrival_s))
         self._inbox.clear()
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)

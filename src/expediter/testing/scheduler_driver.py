@@ -1,0 +1,474 @@
+"""Drives a `Scheduler` on the toy model and checks every promise of its surface at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expediter.core.errors import InvariantError
+from expediter.core.events import (
+    Admitted,
+    Event,
+    Finished,
+    FirstToken,
+    PreemptCause,
+    Preempted,
+    Queued,
+    Rejected,
+    Tokens,
+)
+from expediter.core.plan import StepFeatures, StepPlan, StepResult
+from expediter.core.ports import ExecutorLimits
+from expediter.core.request import FinishReason, Request
+from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.ordering import Ordering, make_ordering
+from expediter.scheduling.scheduler import Scheduler
+from expediter.testing.fake_executor import FakeExecutor, toy_generate
+
+
+def expected_output(request: Request, vocab_size: int) -> list[int]:
+    """Return what the toy model answers to `request`, cut where a stop token or `max_tokens` ends it."""
+    output = toy_generate(request.prompt, request.max_tokens, vocab_size)
+    for count, token in enumerate(output, start=1):
+        if token in request.stop_token_ids and count >= request.min_tokens:
+            return output[:count]
+    return output
+
+
+@dataclass(slots=True, eq=False)
+class DrivenRequest:
+    """A request as its client sees it, rebuilt from plans and events alone.
+
+    Attributes:
+        expected: the whole output that the toy model gives to the prompt.
+        output: tokens reported so far.
+        admissions: cached tokens at each admission.
+        num_computed_tokens: tokens whose KV exists, as of the last applied step.
+        num_tokens_run: tokens computed for it in all, repetitions after preemptions included.
+        num_bypassed: requests admitted past it while it waited.
+        is_decoding: it has caught up, so every step owes it a token.
+        finished: its terminal event, None while it lives.
+    """
+
+    request: Request
+    expected: list[int]
+    queue_key: tuple[tuple[float, ...], int]
+    output: list[int] = field(default_factory=list)
+    admissions: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_tokens_run: int = 0
+    num_preemptions: int = 0
+    num_bypassed: int = 0
+    is_running: bool = False
+    is_decoding: bool = False
+    has_first_token: bool = False
+    finished: Finished | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def known_tokens(self) -> list[int]:
+        return [*self.request.prompt.tolist(), *self.output]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrivenStep:
+    """A plan, by request instead of by slot.
+
+    Attributes:
+        entries: request id -> (first position, new tokens), in batch order.
+        decodes: the leading entries that decode.
+    """
+
+    step_id: int
+    num_steps: int
+    entries: dict[str, tuple[int, int]]
+    decodes: tuple[str, ...]
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for _, length in self.entries.values())
+
+
+class SchedulerDriver:
+    """Owns a scheduler and a `FakeExecutor`; a conformance check for orderings and for the scheduler itself.
+
+    `build` one with a policy of your own, call `submit`, `abort` and `step` as your test likes, then `run_to_end`.
+    After each call it has verified that
+
+    - blocks, slots and queues are consistent, and counts agree with what the events say;
+    - budget, slots, watermark, `max_preemptions` and `max_bypasses` are kept, and no sequence is twice in a batch;
+    - every decoding request gets its token in every step, and no plan is empty while there is work;
+    - entries go on where their sequence stopped, and the step's features are those of its entries;
+    - only strictly lower priorities are displaced, and only for somebody who then runs;
+    - events come in a legal order, with one terminal event per request and nothing after it;
+    - outputs are those of the toy model, token by token: a lost, stale or mixed-up block changes them.
+
+    Args:
+        scheduler: fresh; nobody else may call it.
+        vocab_size: of the toy model.
+        checks_blocks: verify the scheduler's internals after each call too; without, only what a client could see.
+    Attributes:
+        requests: by id, those that ended included (until their id is used again).
+        events: everything that the scheduler reported, in order.
+        steps: every non-empty plan.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, vocab_size: int = 50, checks_blocks: bool = True) -> None:
+        kv = scheduler.kv
+        self.scheduler = scheduler
+        self.executor = FakeExecutor(
+            ExecutorLimits(
+                num_blocks=kv.num_blocks,
+                block_size=kv.block_size,
+                max_model_len=scheduler.config.max_model_len,
+                vocab_size=vocab_size,
+                max_num_seqs=scheduler.config.max_num_seqs,
+            )
+        )
+        self.now_s = 0.0
+        self.requests: dict[str, DrivenRequest] = {}
+        self.rejected: dict[str, Rejected] = {}
+        self.events: list[Event] = []
+        self.steps: list[DrivenStep] = []
+        self._checks_blocks = checks_blocks
+        self._by_slot: dict[int, DrivenRequest] = {}
+        self._entries: list[tuple[DrivenRequest, int]] = []
+
+    @classmethod
+    def build(
+        cls,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        ordering: Ordering | str = "fcfs",
+        prefix_caching: bool = True,
+        vocab_size: int = 50,
+        checks_blocks: bool = True,
+    ) -> SchedulerDriver:
+        """Return a driver of a new scheduler over an empty KV cache."""
+        kv = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            prefix_caching=prefix_caching,
+        )
+        scheduler = Scheduler(config, kv, make_ordering(ordering) if isinstance(ordering, str) else ordering)
+        return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[DrivenRequest]:
+        """Requests without a terminal event, in order of arrival."""
+        return [request for request in self.requests.values() if request.finished is None]
+
+    def output(self, request_id: str) -> list[int]:
+        return self.requests[request_id].output
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        min_tokens: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_s: float | None = None,
+    ) -> bool:
+        """Make a request, arrived now unless told otherwise, and `add` it."""
+        return self.add(
+            Request(
+                request_id=request_id,
+                prompt=np.array(prompt, np.int32),
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_s=self.now_s if arrival_s is None else arrival_s,
+            )
+        )
+
+    def add(self, request: Request) -> bool:
+        """Queue a request; return False if it was rejected."""
+        events = self.scheduler.add(request, self.now_s)
+        _require(len(events) == 1, f"add reports one event, not {len(events)}")
+        self.events += events
+        match events[0]:
+            case Queued(request_id=request_id):
+                state = self.scheduler.find(request_id)
+                _require(state is not None and state.request is request, f"{request_id} is queued but not to be found")
+                assert state is not None
+                key = (self.scheduler.ordering.key(state), state.sequence)
+                self.requests.pop(request_id, None)
+                expected = expected_output(request, self.executor.limits.vocab_size)
+                self.requests[request_id] = DrivenRequest(request, expected, key)
+            case Rejected(request_id=request_id) as rejected:
+                self.rejected[request_id] = rejected
+            case other:
+                raise InvariantError(f"add reports {other}")
+        self.check()
+        return isinstance(events[0], Queued)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request in whatever state it is; ids that are not live change nothing."""
+        alive = [r.request_id for r in self.live]
+        events = self.scheduler.abort(request_id, self.now_s)
+        _require(len(events) == (request_id in alive), f"abort of {request_id} reports {events}")
+        self._record(events)
+        self.check()
+
+    def plan(self) -> StepPlan:
+        """Plan a step and verify the plan; `finish` it before the next."""
+        self.now_s += 1
+        decoding = {r.request_id for r in self.live if r.is_decoding}
+        waiting = [r for r in self.live if not r.is_running]
+        plan = self.scheduler.plan(self.now_s)
+        for admission in plan.admitted:
+            self._by_slot[admission.slot] = self.requests[admission.state.request_id]
+        self._record(plan.events)
+        self._check_events_of(plan, waiting)
+        self._check_entries_of(plan, decoding)
+        return plan
+
+    def finish(self, plan: StepPlan) -> StepResult:
+        """Execute and apply a plan; requests that were aborted since are ignored, as they should be."""
+        result = self.executor.execute(plan)
+        self.apply(result)
+        return result
+
+    def apply(self, result: StepResult) -> None:
+        """Apply the result of the plan in flight."""
+        num_steps = len(result.tokens)
+        self.now_s += num_steps - 1
+        alive = [(request, length) for request, length in self._entries if request.finished is None]
+        owed: list[tuple[DrivenRequest, int]] = []
+        for request, length in alive:
+            num_known, num_output = len(request.known_tokens), len(request.output)
+            request.num_computed_tokens += length + num_steps - 1
+            request.num_tokens_run += length + num_steps - 1
+            has_caught_up = request.num_computed_tokens == num_known + num_steps - 1
+            owed.append((request, num_output + (num_steps if has_caught_up else 0)))
+        self._entries = []
+        self._record(self.scheduler.apply(result, self.now_s))
+        for request, num_output in owed:
+            _require(
+                len(request.output) == num_output,
+                f"{request.request_id} has {len(request.output)} output tokens after the step, not {num_output}",
+            )
+        self.check()
+
+    def apply_late(self, result: StepResult) -> None:
+        """Apply a result that is not in flight any more; it must change nothing."""
+        events = self.scheduler.apply(result, self.now_s)
+        _require(not events, f"a late result reports {events}")
+        self.check()
+
+    def step(self, max_repeat: int = 1) -> StepPlan:
+        """Plan, execute and apply; up to `max_repeat` equal steps in one jump. The plan may be empty."""
+        plan = self.plan()
+        if not plan.is_empty:
+            self.scheduler.repeat(plan, min(max_repeat, self.scheduler.repeatable_steps(plan)))
+            self.finish(plan)
+        return plan
+
+    def run_to_end(self, max_repeat: int = 1) -> None:
+        """Step until nothing is left, within the bound that the limits promise, and verify that all is given back.
+
+        Every step computes a token at least, and a request is computed at most once per admission.
+        """
+        limit = self.scheduler.config.max_preemptions
+        most = sum(r.request.max_total_tokens * (limit + 1 - r.num_preemptions) for r in self.live)
+        for _ in range(most):
+            if not self.live:
+                break
+            self.step(max_repeat)
+        _require(not self.live, f"{len(self.live)} requests have not ended after {most} steps")
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        _require(not scheduler.has_work and scheduler.num_pending_tokens == 0, "work is left without a request")
+        _require(self.step().is_empty, "a plan without work is not empty")
+        _require(kv.num_used_blocks == 0, f"{kv.num_used_blocks} blocks are still used")
+        _require(kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks, "blocks are lost")
+
+    def check(self) -> None:
+        """Verify the scheduler's state against the events."""
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        live = self.live
+        running = [r for r in live if r.is_running]
+        waiting = [r for r in live if not r.is_running]
+        pending = sum(len(r.known_tokens) for r in waiting)
+        pending += sum(len(r.known_tokens) - r.num_computed_tokens for r in running if not r.is_decoding)
+        counts = (scheduler.num_running, scheduler.num_waiting, scheduler.num_pending_tokens)
+        _require(
+            counts == (len(running), len(waiting), pending),
+            f"running, waiting and pending tokens are {counts}, events say {(len(running), len(waiting), pending)}",
+        )
+        _require(scheduler.has_work == bool(live), "has_work disagrees with the events")
+        parts = (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
+        _require(sum(parts) == kv.num_blocks and min(parts) >= 0, f"free, cached and used blocks are {parts}")
+        if self._checks_blocks:
+            scheduler.check()
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _check_events_of(self, plan: StepPlan, waiting: list[DrivenRequest]) -> None:
+        config = self.scheduler.config
+        admitted = [e.request_id for e in plan.events if isinstance(e, Admitted)]
+        preempted = [e.request_id for e in plan.events if isinstance(e, Preempted)]
+        _require([a.state.request_id for a in plan.admitted] == admitted, "admissions and their events differ")
+        _require(not set(admitted) & set(preempted), "a request is preempted and admitted in one plan")
+        _require(not plan.is_empty or not self.scheduler.has_work, "an empty plan, though there is work")
+        if admitted and self.scheduler.num_running > 1:
+            available = self.scheduler.kv.num_available_blocks
+            _require(available >= config.watermark_blocks, f"admission left {available} blocks available")
+        for event in plan.events:
+            if isinstance(event, Preempted) and event.cause is PreemptCause.PRIORITY:
+                value = self.requests[event.request_id].request.priority
+                _require(
+                    any(self.requests[other].request.priority < value for other in admitted),
+                    f"{event.request_id} was displaced for nobody of strictly higher priority",
+                )
+        for request in waiting:
+            if not request.is_running:
+                request.num_bypassed += sum(self.requests[other].queue_key > request.queue_key for other in admitted)
+                _require(
+                    request.num_bypassed <= config.max_bypasses,
+                    f"{request.request_id} was bypassed {request.num_bypassed} times, limit {config.max_bypasses}",
+                )
+        if not plan.is_empty:
+            self._note(plan, tuple(admitted), tuple(preempted))
+
+    def _note(self, plan: StepPlan, admitted: tuple[str, ...], preempted: tuple[str, ...]) -> None:
+        ids = [self._by_slot[slot].request_id for slot in plan.slots.tolist()]
+        ranges = zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+        self.steps.append(
+            DrivenStep(
+                step_id=plan.step_id,
+                num_steps=plan.num_steps,
+                entries=dict(zip(ids, ranges, strict=True)),
+                decodes=tuple(ids[: plan.num_decodes]),
+                admitted=admitted,
+                preempted=preempted,
+            )
+        )
+        _require(len(self.steps[-1].entries) == len(ids), f"a request is twice in a batch: {ids}")
+
+    def _check_entries_of(self, plan: StepPlan, decoding: set[str]) -> None:
+        config = self.scheduler.config
+        requests = [self._by_slot[slot] for slot in plan.slots.tolist()]
+        lengths = plan.lengths.tolist()
+        self._entries = list(zip(requests, lengths, strict=True))
+        _require(len(plan.tokens) <= config.max_num_batched_tokens, f"{len(plan.tokens)} tokens exceed the budget")
+        _require(self.scheduler.num_running <= config.max_num_seqs, "more sequences run than there are slots")
+        decodes = {r.request_id for r in requests[: plan.num_decodes]}
+        owed = {request_id for request_id in decoding if self.requests[request_id].is_decoding}
+        _require(decodes == owed, f"{sorted(owed)} decode, but the plan gives a token to {sorted(decodes)}")
+        tokens: list[int] = []
+        sampled: list[int] = []
+        context, attention = 0, 0.0
+        for index, (request, length) in enumerate(self._entries):
+            start, known = request.num_computed_tokens, request.known_tokens
+            _require(
+                request.is_running and request.finished is None, f"{request.request_id} is planned but not running"
+            )
+            _require(
+                length >= 1 and plan.starts[index] == start, f"{request.request_id} does not go on where it stopped"
+            )
+            tokens += known[start : start + length]
+            if start + length == len(known):
+                sampled.append(index)
+            if index < plan.num_decodes:
+                context += start + 1
+            else:
+                attention += length * (start + length / 2)
+        _require(plan.tokens.tolist() == tokens, "the plan's tokens are not those of its requests")
+        _require(plan.sampled.tolist() == sampled, "the plan samples others than those that catch up")
+        features = StepFeatures(len(tokens), len(requests), plan.num_decodes, context, attention)
+        _require(plan.features == features, f"features are {plan.features}, the entries say {features}")
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _record(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            match event:
+                case Tokens():
+                    self._record_tokens(event)
+                case Admitted() | Preempted() | FirstToken() | Finished():
+                    request = self.requests.get(event.request_id)
+                    if request is None or request.finished is not None:
+                        raise InvariantError(f"{event} is of a request that is not live")
+                    self._record_move(request, event)
+                case _:
+                    raise InvariantError(f"{event} can only come from add")
+
+    def _record_move(self, request: DrivenRequest, event: Admitted | Preempted | FirstToken | Finished) -> None:
+        name = request.request_id
+        match event:
+            case Admitted(num_known_tokens=num_known, num_cached_tokens=num_cached, resumed=resumed):
+                _require(not request.is_running, f"{name} is admitted twice")
+                _require(resumed == bool(request.admissions), f"{name}: resumed is {resumed}")
+                _require(num_known == len(request.known_tokens), f"{name} is admitted with {num_known} tokens")
+                _require(0 <= num_cached < num_known, f"{name}: {num_cached} of {num_known} tokens cached")
+                request.is_running = True
+                request.num_computed_tokens = num_cached
+                request.admissions.append(num_cached)
+            case Preempted(num_lost_tokens=num_lost):
+                _require(request.is_running, f"{name} is preempted while it waits")
+                _require(num_lost == request.num_computed_tokens, f"{name} lost {num_lost} tokens")
+                request.num_preemptions += 1
+                limit = self.scheduler.config.max_preemptions
+                _require(request.num_preemptions <= limit, f"{name} was preempted {request.num_preemptions} times")
+                request.is_running = request.is_decoding = False
+                request.num_computed_tokens = 0
+            case FirstToken():
+                _require(request.is_running and not request.has_first_token, f"{name}: first token in the wrong place")
+                request.has_first_token = True
+            case Finished():
+                self._check_end(request, event)
+                request.finished = event
+                request.is_running = request.is_decoding = False
+
+    def _record_tokens(self, event: Tokens) -> None:
+        for column, state in enumerate(event.states):
+            request = self.requests.get(state.request_id)
+            if request is None or request.request is not state.request or request.finished is not None:
+                raise InvariantError(f"tokens for {state.request_id}, which is not live")
+            name = request.request_id
+            _require(request.is_running and request.has_first_token, f"{name} gets tokens before its first")
+            request.output += event.tokens[:, column].tolist()
+            request.is_decoding = True
+            expected = request.expected[: len(request.output)]
+            _require(request.output == expected, f"{name} says {request.output}, the model says {expected}")
+
+    def _check_end(self, request: DrivenRequest, event: Finished) -> None:
+        name = request.request_id
+        if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            _require(request.is_running, f"{name} finishes without running")
+            _require(request.output == request.expected, f"{name} ends at {len(request.output)} output tokens")
+            stopped = request.output[-1] in request.request.stop_token_ids
+            stopped &= len(request.output) >= request.request.min_tokens
+            _require((event.reason is FinishReason.STOP) == stopped, f"{name} ends because of {event.reason}")
+        counts = (event.num_prompt_tokens, event.num_output_tokens, event.num_cached_tokens, event.num_preemptions)
+        cached = request.admissions[0] if request.admissions else 0
+        told = (request.request.num_prompt_tokens, len(request.output), cached, request.num_preemptions)
+        _require(counts == told, f"{name} ends with counts {counts}, events say {told}")
+        most = request.request.max_total_tokens * (request.num_preemptions + 1)
+        _require(request.num_tokens_run <= most, f"{name}: {request.num_tokens_run} tokens computed, at most {most}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(message)

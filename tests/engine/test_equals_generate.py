@@ -1,0 +1,83 @@
+"""Tokens equal transformers' own `generate`, whatever the scheduler does to the requests on the way."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+from engine_models import VOCAB_SIZE, generate, tiny_llama
+from serving import serve
+
+from expediter.core.request import Request
+from expediter.engine.executor import TorchExecutor
+from expediter.engine.model import load_model
+from expediter.engine.tokenizer import Tokenizer
+from expediter.scheduling.config import SchedulerConfig
+
+NUM_PROMPTS = 50
+
+SENTENCES = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time there was a small fox who lived at the edge of a deep forest.",
+    "Water boils at one hundred degrees, while ice melts at",
+    "In 1969 two astronauts walked on the moon for the first time; their names were",
+    "To make bread you need flour, water, salt and",
+    "The quick brown fox jumps over the lazy dog and then",
+    "Dear Sir or Madam, I am writing to you because",
+)
+
+
+def _requests(prompts: list[list[int]], max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[Request]:
+    return [
+        Request(
+            request_id=str(i),
+            prompt=np.array(prompt, dtype=np.int32),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _mixed_prompts(rng: random.Random, tokens: list[int], max_length: int) -> list[list[int]]:
+    """Return prompts of mixed length: a third with a shared beginning, some twice, one of a single token."""
+    shared = tokens[:40]
+    prompts = [[tokens[5]]]
+    while len(prompts) < NUM_PROMPTS - 5:
+        begin = rng.randrange(len(tokens) - max_length)
+        own = tokens[begin : begin + rng.randint(2, max_length - 40)]
+        prompts.append(shared[: rng.choice((16, 40))] + own if rng.random() < 0.35 else own)
+    prompts += rng.sample(prompts[1:], 5)
+    rng.shuffle(prompts)
+    return prompts
+
+
+def test_tiny_grouped_query_llama() -> None:
+    rng = random.Random(1)
+    model = tiny_llama()
+    prompts = _mixed_prompts(rng, [rng.randrange(VOCAB_SIZE) for _ in range(2000)], 130)
+    expected = [generate(model, prompt, 24) for prompt in prompts]
+    executor = TorchExecutor(copy.copy(model), num_blocks=70, block_size=4, max_num_seqs=12)
+    config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=48, max_model_len=256)
+    arrivals = [rng.randrange(80) for _ in prompts]
+    served = serve(executor, _requests(prompts, 24, ()), config, arrival_steps=arrivals)
+    served.assert_stressed()
+    assert [served.outputs[str(i)] for i in range(NUM_PROMPTS)] == expected
+
+
+@pytest.mark.timeout(600)
+def test_smollm2(smollm2_folder, smollm2_tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    model = load_model(smollm2_folder, dtype="float32", device="cpu")
+    text = " ".join(rng.choice(SENTENCES) for _ in range(80))
+    prompts = _mixed_prompts(rng, smollm2_tokenizer.encode(text), 90)
+    eos = smollm2_tokenizer.eos_token_ids
+    expected = [generate(model, prompt, 14) for prompt in prompts]
+    executor = TorchExecutor(model, num_blocks=90, block_size=4, max_num_seqs=16)
+    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128)
+    arrivals = [rng.randrange(60) for _ in prompts]
+    served = serve(executor, _requests(prompts, 14, eos), config, arrival_steps=arrivals)
+    served.assert_stressed()
+    for i in range(NUM_PROMPTS):
+        assert served.outputs[str(i)] == expected[i]

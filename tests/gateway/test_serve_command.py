@@ -1,0 +1,66 @@
+"""Flags of `expediter serve`: what is wrong is said in one line, with what would be right, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from expediter.cli.main import build_parser, main
+from expediter.cli.serve import _preset
+from expediter.core.errors import ConfigurationError
+
+
+@pytest.fixture
+def folder(model_folder: Path) -> Path:
+    (model_folder / "model.safetensors").touch()
+    return model_folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--preset", "nope"], "no preset 'nope'; there are: "),
+        (["--port", "70000"], "port must lie in"),
+        (["--replicas", "0"], "replicas must be at least 1"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "must be at least max_num_seqs"),
+        (["--max-model-len", "0"], "max_model_len must be at least 1"),
+        (["--block-size", "0"], "block_size must be at least 1"),
+        (["--num-gpu-blocks-override", "-1"], "num_blocks must be at least 1"),
+        (["--kv-cache-memory-bytes", "0"], "kv_cache_memory_bytes must be at least 1"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout_s must not be negative"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout_s must not be negative"),
+        (["--api-key", ""], "an API key must not be empty"),
+        (["--host", "not an address"], "cannot listen on"),
+    ],
+)
+def test_wrong_flags(folder: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), *flags]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("expediter: ")
+    assert said in last
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/folder"]) == 2
+    assert "smollm2-135m-instruct" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(folder), "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_overrides_reach_the_preset() -> None:
+    flags = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--block-size", "32"]
+    preset = _preset(build_parser().parse_args(["serve", *flags, "--scheduling-policy", "priority"]))
+    assert (preset.scheduler.max_num_seqs, preset.scheduler.max_num_batched_tokens) == (8, 64)
+    assert (preset.block_size, preset.ordering) == (32, "priority")
+    small = _preset(build_parser().parse_args(["serve", "--max-num-batched-tokens", "64"]))
+    assert small.scheduler.max_num_seqs == 64
+    with pytest.raises(ConfigurationError):
+        _preset(build_parser().parse_args(["serve", "--max-num-batched-tokens", "0"]))
+    assert _preset(build_parser().parse_args(["serve"])).name == "sarathi"

@@ -1,0 +1,208 @@
+"""Replicas that cannot start, and what a supervisor leaves behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expediter.control.routing import make_router
+from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
+from expediter.core.events import Finished
+from expediter.core.request import FinishReason, Request
+from expediter.runtime.clock import MonotonicClock
+from expediter.runtime.spec import ReplicaSpec, decode_spec, encode_spec
+from expediter.runtime.streams import OutputTokens, RequestStream
+from expediter.runtime.supervisor import ReplicaState, Supervisor, SupervisorConfig
+from expediter.scheduling.config import SchedulerConfig
+from expediter.telemetry.metrics import ServerMetrics
+from expediter.telemetry.step_log import StepLog
+
+FAKE_REPLICA = Path(__file__).parent / "fake_replica.py"
+
+
+def spec(number: int = 0, max_model_len: int | None = None) -> ReplicaSpec:
+    return ReplicaSpec(
+        replica_id=number,
+        model="none",
+        dtype="auto",
+        device="cpu",
+        num_threads=1,
+        block_size=4,
+        num_blocks=64,
+        kv_cache_memory_bytes=None,
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        max_model_len=max_model_len,
+        ordering="fcfs",
+        prefix_caching=True,
+    )
+
+
+def supervisor(
+    *flags: str, command: tuple[str, ...] = (), specs: list[ReplicaSpec] | None = None, **config: float
+) -> Supervisor:
+    return Supervisor(
+        command=command or (sys.executable, str(FAKE_REPLICA), *flags),
+        specs=specs or [spec()],
+        router=make_router("least_load"),
+        metrics=ServerMetrics("fake"),
+        step_log=StepLog(),
+        clock=MonotonicClock(),
+        config=SupervisorConfig(**{"min_backoff_s": 0.05, "max_backoff_s": 0.2, **config}),
+    )
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 100) -> Request:
+    return Request(request_id=request_id, prompt=np.array(prompt, np.int32), max_tokens=max_tokens)
+
+
+async def collect(stream: RequestStream) -> tuple[list[int], Finished]:
+    tokens: list[int] = []
+    while True:
+        stream.wake.clear()
+        for item in stream.take():
+            if isinstance(item, OutputTokens):
+                tokens += item.tokens
+            if isinstance(item, Finished):
+                return tokens, item
+        await stream.wake.wait()
+
+
+def assert_gone(*pids: int) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_spec_crosses_standard_input() -> None:
+    assert decode_spec(encode_spec(spec(3, 17))) == spec(3, 17)
+    for raw in (b"", b"{}", b'{"replica_id": "x"}'):
+        with pytest.raises(ReplicaError):
+            decode_spec(raw)
+
+
+def test_requests_over_two_replicas() -> None:
+    async def story() -> None:
+        running = supervisor(specs=[spec(0), spec(1)])
+        with pytest.raises(CapacityError):
+            running.submit(request("early", [1]), asyncio.Event())
+        hellos = await running.start()
+        pids = list(running.pids.values())
+        assert sorted(hello.replica_id for hello in hellos) == [0, 1]
+        assert sorted(hello.pid for hello in hellos) == sorted(pids)
+        assert all(hello.max_model_len == 256 for hello in hellos), "the pool is shorter than the model"
+        streams = [running.submit(request(f"r{i}", [i + 1] * 5, 3), asyncio.Event()) for i in range(6)]
+        assert [stream.replica_id for stream in streams] == [0, 1] * 3
+        for i, stream in enumerate(streams):
+            tokens, finished = await collect(stream)
+            assert tokens == [i + 1] * 3
+            assert finished.reason is FinishReason.LENGTH
+        assert running.num_in_flight == 0
+        running.drain()
+        assert not running.is_ready
+        with pytest.raises(CapacityError):
+            running.submit(request("late", [1]), asyncio.Event())
+        await running.stop()
+        assert_gone(*pids)
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_refuses_its_spec() -> None:
+    async def story() -> None:
+        for failing in (supervisor("--refuse"), supervisor(specs=[spec(0), spec(1, max_model_len=10_000)])):
+            with pytest.raises(ConfigurationError, match=r"refuses|exceeds the KV cache"):
+                await failing.start()
+            assert not failing.pids
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/bin/true",)])
+def test_a_replica_that_dies_at_its_start(command: tuple[str, ...]) -> None:
+    async def story() -> None:
+        failing = supervisor(command=command)
+        with pytest.raises(ReplicaError, match="exited with code"):
+            await failing.start()
+        assert not failing.pids
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_never_says_hello() -> None:
+    async def story() -> None:
+        slow = supervisor(command=(sys.executable, "-c", "import time; time.sleep(60)"), start_timeout_s=0.5)
+        started_s = time.monotonic()
+        with pytest.raises(ReplicaError, match="not up"):
+            await slow.start()
+        assert time.monotonic() - started_s < 5
+        assert not slow.pids
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_talks_nonsense() -> None:
+    code = (
+        "import json, socket, sys, time; spec = json.load(sys.stdin);"
+        "sock = socket.socket(fileno=spec['socket_fd']); sock.sendall(b'\\0\\0\\0\\1x'); time.sleep(60)"
+    )
+
+    async def story() -> None:
+        failing = supervisor(command=(sys.executable, "-c", code))
+        with pytest.raises(ReplicaError, match="exited with code -9"):
+            await failing.start()
+
+    asyncio.run(story())
+
+
+def test_death_restart_and_backoff() -> None:
+    async def story() -> None:
+        running = supervisor("--step-s", "0.02")
+        await running.start()
+        for _ in range(3):
+            (pid,) = running.pids.values()
+            stream = running.submit(request("r", [1, 2, 3], 200), asyncio.Event())
+            await stream.wake.wait()
+            os.kill(pid, signal.SIGKILL)
+            _, finished = await collect(stream)
+            assert finished.reason is FinishReason.ERROR
+            async with asyncio.timeout(10):
+                while running.states != {0: ReplicaState.UP}:  # noqa: ASYNC110 - a state, not an event of this test
+                    await asyncio.sleep(0.02)
+        tokens, _ = await collect(running.submit(request("r", [1, 2, 3], 3), asyncio.Event()))
+        assert tokens == [1, 2, 3]
+        (pid,) = running.pids.values()
+        await running.stop()
+        assert_gone(pid)
+
+    asyncio.run(story())
+
+
+def test_a_stopped_process_is_still_ended() -> None:
+    """SIGSTOP holds SIGTERM back; after the grace it is killed."""
+
+    async def story() -> None:
+        running = supervisor()
+        await running.start()
+        (pid,) = running.pids.values()
+        os.kill(pid, signal.SIGSTOP)
+        await running.stop()
+        assert_gone(pid)
+
+    asyncio.run(story())
+
+
+def test_config_is_checked() -> None:
+    for wrong in (
+        {"stall_s": 0.0},
+        {"stall_s": 5.0, "kill_stalled_s": 1.0},
+        {"min_backoff_s": 9.0, "max_backoff_s": 1.0},
+    ):
+        with pytest.raises(ConfigurationError):
+            SupervisorConfig(**wrong)

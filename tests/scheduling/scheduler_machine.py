@@ -1,0 +1,231 @@
+"""Whatever may happen to a scheduler, in any order, on pools so small that everything collides."""
+
+import copy
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from expediter.assembly.scheduler import build_scheduler
+from expediter.core.errors import InvariantError
+from expediter.core.events import RejectReason
+from expediter.core.plan import StepResult
+from expediter.core.request import Request
+from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.scheduler import Scheduler
+from expediter.testing.scheduler_driver import SchedulerDriver
+
+VOCAB = 16  # small, so that stop tokens are hit
+STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8, 1, 8, 2, 8])
+
+
+def fingerprint(scheduler: Scheduler) -> dict[str, object]:
+    """Return everything that decides what a scheduler does next."""
+    kv, decoding = scheduler.kv, scheduler._decoding
+    size = decoding.size
+    return {
+        "tables": [kv.tables[slot, :owned].tolist() for slot, owned in enumerate(kv.num_owned.tolist())],
+        "shared": kv._num_shared.tolist(),
+        "owners": kv.pool.refs.tolist(),
+        "free": kv.pool.free_ids().tolist(),
+        "tree": [
+            None if node is None else (node.tokens, node.blocks.tolist(), node.stamp, sorted(node.children or ()))
+            for node in kv.tree._nodes
+        ],
+        "counters": decoding.counters[:, :size].tolist(),
+        "decoding": [state.request_id for state in decoding.states[:size]],
+        "last": decoding.last_tokens[:size].tolist(),
+        "context": decoding.context_tokens,
+        "prefilling": [(s.request_id, s.slot, s.num_computed_tokens) for s in scheduler._prefilling],
+        "waiting": sorted((key, state.request_id) for key, _, state in scheduler._waiting._heap if state.slot < 0),
+        "slots": list(scheduler._free_slots),
+        "next": scheduler._next_step,
+        "stuck": scheduler._queue_is_stuck,
+    }
+
+
+def census(scheduler: Scheduler) -> None:
+    """Count blocks and owners anew from the tables, sharing nothing with `Scheduler.check`."""
+    kv = scheduler.kv
+    owners = Counter(
+        block for slot, count in enumerate(kv.num_owned.tolist()) for block in kv.tables[slot, :count].tolist()
+    )
+    free = kv.pool.free_ids().tolist()
+    in_tree = [block for node in kv.tree._nodes if node is not None for block in node.blocks.tolist()]
+    cached = set(in_tree) - set(owners)
+    assert len(free) + len(cached) + len(owners) == kv.num_blocks
+    assert sorted([*free, *cached, *owners]) == list(range(kv.num_blocks))
+    assert len(in_tree) == len(set(in_tree))
+    assert [owners[block] for block in range(kv.num_blocks)] == kv.pool.refs.tolist()
+    assert (len(free), len(cached), len(owners)) == (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Rules are what clients, executors and the simulator may do; `SchedulerDriver` checks each call."""
+
+    checks_blocks = True
+    driver: SchedulerDriver
+
+    @initialize(
+        num_blocks=st.integers(2, 16),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 8),
+        extra_len=st.integers(-4, 4),
+        ordering=st.sampled_from(["fcfs", "priority"]),
+        max_preemptions=st.integers(0, 3),
+        max_bypasses=st.integers(0, 3),
+        max_scan=st.integers(1, 4),
+        watermark=st.integers(0, 1),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def build(
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        extra_budget,
+        extra_len,
+        ordering,
+        max_preemptions,
+        max_bypasses,
+        max_scan,
+        watermark,
+        prefix_caching,
+    ):
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_model_len=max(2, num_blocks * block_size + extra_len),
+            max_preemptions=max_preemptions,
+            max_bypasses=max_bypasses,
+            max_scan=max_scan,
+            watermark_blocks=watermark,
+        )
+        scheduler = build_scheduler(
+            config=config,
+            ordering=ordering,
+            prefix_caching=prefix_caching,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
+        self.is_draining = False
+        self.num_added = 0
+        self.old_results: list[StepResult] = []
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        num_shared=st.integers(0, 16),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(1, 9),
+        min_tokens=st.integers(0, 3),
+        stops=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "b"]),
+        lateness=st.sampled_from([0, 0, 0, 5]),
+    )
+    def add(self, stem, num_shared, tail, max_tokens, min_tokens, stops, priority, salt, lateness):
+        driver, scheduler = self.driver, self.driver.scheduler
+        request = Request(
+            request_id=f"r{self.num_added}",
+            prompt=np.array([*stem[:num_shared], *tail] or [1], np.int32),
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stops,
+            priority=priority,
+            cache_salt=salt,
+            arrival_s=driver.now_s - lateness,
+        )
+        self.num_added += 1
+        total, kv = request.max_total_tokens, scheduler.kv
+        fits = total <= scheduler.config.max_model_len and total - 1 <= kv.num_blocks * kv.block_size
+        assert driver.add(request) == (fits and not self.is_draining)
+        if self.is_draining:
+            assert driver.rejected[request.request_id].reason is RejectReason.SHUTDOWN
+
+    @rule(data=st.data())
+    def abort(self, data):
+        self.driver.abort(self._draw_request(data))
+
+    @precondition(lambda self: self.driver.live)
+    @rule(data=st.data())
+    def add_with_an_id_in_use(self, data):
+        taken = data.draw(st.sampled_from(self.driver.live)).request
+        with pytest.raises(InvariantError, match="in use"):
+            self.driver.scheduler.add(taken, self.driver.now_s)
+
+    @precondition(lambda self: not self.is_draining and self.num_added > 8)
+    @rule()
+    def drain(self):
+        self.driver.scheduler.drain()
+        self.is_draining = True
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            plan = self.driver.plan()
+            if plan.is_empty:
+                return
+            self._keep(self.driver.finish(plan))
+
+    @precondition(lambda self: self.driver.live)
+    @rule(data=st.data(), executes_first=st.booleans(), num_aborts=st.integers(1, 3))
+    def step_with_aborts_in_flight(self, data, executes_first, num_aborts):
+        driver = self.driver
+        plan = driver.plan()
+        result = driver.executor.execute(plan) if executes_first else None
+        for _ in range(num_aborts):
+            driver.abort(self._draw_request(data))
+        if data.draw(st.booleans(), "an old result comes in between") and self.old_results:
+            driver.apply_late(data.draw(st.sampled_from(self.old_results)))
+        result = driver.executor.execute(plan) if result is None else result
+        driver.apply(result)
+        driver.apply_late(result)
+        self._keep(result)
+
+    @precondition(lambda self: self.old_results)
+    @rule(data=st.data())
+    def apply_an_old_result(self, data):
+        self.driver.apply_late(data.draw(st.sampled_from(self.old_results)))
+
+    @precondition(lambda self: self.driver.live)
+    @rule(max_repeat=st.integers(2, 9))
+    def jump(self, max_repeat):
+        """A jump and its single steps lead to the same blocks, counters, queue and events."""
+        twin = copy.deepcopy(self.driver)
+        plan = self.driver.step(max_repeat)
+        for _ in range(plan.num_steps):
+            assert twin.step().num_seqs == plan.num_seqs
+        assert fingerprint(twin.scheduler) == fingerprint(self.driver.scheduler)
+        assert twin.now_s == self.driver.now_s
+        for request_id, request in self.driver.requests.items():
+            other = twin.requests[request_id]
+            assert (request.output, request.finished) == (other.output, other.finished)
+
+    # -- always -------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def blocks_are_all_there(self):
+        if self.checks_blocks:
+            census(self.driver.scheduler)
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run_to_end()
+        scheduler = self.driver.scheduler
+        assert sorted(scheduler._free_slots) == list(range(scheduler.config.max_num_seqs))
+
+    def _draw_request(self, data):
+        ids = [request.request_id for request in self.driver.live]
+        return data.draw(st.sampled_from([*ids, "nobody"]))
+
+    def _keep(self, result):
+        self.old_results = [*self.old_results[-3:], result]
