@@ -10,6 +10,7 @@ import msgspec
 
 from expediter.core.errors import ConfigurationError
 from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.policies import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Preset:
     name: str
     summary: str
     scheduler: SchedulerConfig
-    ordering: str
+    policy: PolicyConfig
     prefix_caching: bool
     routing: str
     block_size: int

@@ -115,7 +115,8 @@ class StepResult:
     Attributes:
         step_id: of the plan.
         tokens: int32, shape [num_steps, num_sampled], in the order of `plan.sampled`.
-        elapsed_s: how long the executor took (measured, or modelled in simulation).
+        elapsed_s: how long the executor took for all steps (measured, or modelled in simulation).
+        durations_s: of each step, if there are several.
         logprobs: per sampled entry, None where not asked for; None when nobody asked.
     """
 
@@ -123,3 +124,4 @@ class StepResult:
     tokens: IntArray
     elapsed_s: float
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    durations_s: tuple[float, ...] | None = None

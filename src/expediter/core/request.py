@@ -7,6 +7,7 @@ raises instead of leaving a request in two places at once.
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,11 +121,6 @@ class Request:
         """Prompt plus the longest possible output, in tokens."""
         return len(self.prompt) + self.max_tokens
 
-    @property
-    def first_token_deadline_s(self) -> float | None:
-        """When the first token is due, in the driver's clock; None without a target."""
-        return None if self.slo.ttft_s is None else self.arrival_s + self.slo.ttft_s
-
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -139,6 +135,7 @@ class RequestState:
         slot: row in the scheduler's arrays and in the block table while running, else -1.
         num_computed_tokens: tokens whose KV exists (cached ones included), as of the last applied step.
         num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
+        pace_s: time per output token that it can afford after the first.
         num_bypassed: requests admitted past this one while it did not fit.
     """
 
@@ -155,6 +152,7 @@ class RequestState:
     num_bypassed: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    pace_s: float = math.inf
 
     @property
     def request_id(self) -> str:
@@ -164,6 +162,15 @@ class RequestState:
     def num_known_tokens(self) -> int:
         """Prompt and output tokens; exact only while the request is not running."""
         return len(self.token_bytes) >> 2
+
+    def has_missed(self, now_s: float) -> bool:
+        """Return whether a target is missed for certain, so that serving it now or later makes no difference."""
+        slo, arrival_s = self.request.slo, self.request.arrival_s
+        if slo.ttft_s is not None:
+            first_s = now_s if self.first_token_s is None else self.first_token_s
+            if first_s > arrival_s + slo.ttft_s:
+                return True
+        return slo.e2e_s is not None and now_s > arrival_s + slo.e2e_s
 
     def append(self, token: int) -> None:
         """Append an output token."""

@@ -15,21 +15,25 @@ class Slo:
     Args:
         ttft_s: arrival to first output token, at most.
         tpot_s: mean time per output token after the first, at most; a request of one token cannot miss it.
+        e2e_s: arrival to last output token, at most.
     Raises:
         ConfigurationError: a target is not a finite number above 0.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    e2e_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2e", self.e2e_s)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigurationError(f"SLO {name} must be a finite number of seconds above 0, not {value}")
 
-    def is_met(self, ttft_s: float, tpot_s: float | None) -> bool:
+    def is_met(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> bool:
         """Return whether a finished request met its targets; `tpot_s` is None if it had one output token."""
         if self.ttft_s is not None and ttft_s > self.ttft_s:
+            return False
+        if self.e2e_s is not None and e2e_s > self.e2e_s:
             return False
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 

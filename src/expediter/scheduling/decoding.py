@@ -38,6 +38,9 @@ class DecodingBatch:
         self.slots: IntArray = np.zeros(max_num_seqs, np.int32)
         self.last_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.states: npt.NDArray[np.object_] = np.empty(max_num_seqs, np.object_)
+        # When token k after the first is due: first + k * pace; infinite pace for who has no target.
+        self._first_s: npt.NDArray[np.float64] = np.zeros(max_num_seqs)
+        self._pace_s: npt.NDArray[np.float64] = np.zeros(max_num_seqs)
         self._min_output: IntArray = np.zeros(max_num_seqs, np.int32)
         self._stops: IntArray = np.full((max_num_seqs, 1), _NO_STOP, np.int32)
         # Output tokens by slot, not by row, so that rows can move without moving text.
@@ -59,6 +62,8 @@ class DecodingBatch:
         self.slots[row] = state.slot
         self.last_tokens[row] = state.output[-1]
         self.states[row] = state
+        self._first_s[row] = state.first_token_s or 0.0
+        self._pace_s[row] = state.pace_s
         self._min_output[row] = request.min_tokens
         self._reserve(num_output + 1)
         self._outputs[state.slot, :num_output] = state.output
@@ -82,7 +87,8 @@ class DecodingBatch:
         keep[rows] = False
         size = self.size - len(left)
         self.counters[:, :size] = self.counters[:, : self.size][:, keep]
-        for column in (self.slots, self.last_tokens, self.states, self._min_output, self._stops):
+        columns = (self.slots, self.last_tokens, self.states, self._first_s, self._pace_s, self._min_output, self._stops)
+        for column in columns:
             column[:size] = column[: self.size][keep]
         self.states[size : self.size] = None
         self.size = size
@@ -91,6 +97,11 @@ class DecodingBatch:
     def row_of(self, state: RequestState) -> int:
         """Return the row of a sequence that is in the batch."""
         return int(np.flatnonzero(self.slots[: self.size] == state.slot)[0])
+
+    def slack_s(self, now_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return by how long each next token is early, and each row's pace, float64, shape [size]."""
+        pace = self._pace_s[: self.size]
+        return self._first_s[: self.size] + self.counters[self.OUTPUT, : self.size] * pace - now_s, pace
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

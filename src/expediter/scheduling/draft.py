@@ -11,6 +11,7 @@ from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, PreemptCause, Preempted
 from expediter.core.plan import Admission, IntArray, StepFeatures, StepPlan
 from expediter.core.request import RequestState, Status
+from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.budget import BudgetRule
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
@@ -98,9 +99,9 @@ class Draft:
             if self._start(head):
                 for other in passed:
                     other.num_bypassed += 1
-                continue
-            passed.append(head)
-            is_open = self._may_be_passed(head) and len(passed) <= self._config.max_scan
+            else:
+                passed.append(head)
+            is_open = len(passed) <= self._config.max_scan and all(self._may_be_passed(other) for other in passed)
         for state in passed:
             self._waiting.push(state, self.now_s)
         self._judge_queue(passed)
@@ -136,6 +137,11 @@ class Draft:
         self.chunks[state.slot] = chunk
         self.budget -= chunk
 
+    @property
+    def is_full(self) -> bool:
+        """Whether prompts had to stay behind because the budget was used up."""
+        return self.budget <= 0 and bool(self.chunks)
+
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _start(self, state: RequestState) -> bool:
@@ -145,7 +151,7 @@ class Draft:
         match = kv.match(state.token_bytes, state.request.cache_salt)
         spare = rules.memory.spare_blocks(state, self.running)
         if rules.ordering.displaces:
-            self._displace_for(state, kv.shortage(match, num_tokens, spare))
+            self._displace_for(state, match, kv.shortage(match, num_tokens, spare))
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare):
             return False
@@ -166,8 +172,8 @@ class Draft:
 
     # -- preempting ---------------------------------------------------------------------------------------------------
 
-    def _displace_for(self, state: RequestState, shortage: int) -> None:
-        """Preempt running requests that `state` outranks, if that makes room for it."""
+    def _displace_for(self, state: RequestState, match: PrefixMatch, shortage: int) -> None:
+        """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
         if shortage <= 0 and self.running.has_slot:
             return
         newcomers = {admission.slot for admission in self.admitted}
@@ -177,7 +183,7 @@ class Draft:
                 break
             if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
                 victims.append(victim)
-                shortage -= self.running.kv.num_exclusive_blocks(victim.slot)
+                shortage -= self.running.kv.num_exclusive_blocks(victim.slot, match)
         if not victims or shortage > 0:
             return
         for victim in victims:

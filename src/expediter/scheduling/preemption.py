@@ -52,3 +52,14 @@ class LastInFirstOut:
             (state for state in states if state.num_preemptions < self._max_preemptions),
             key=lambda state: (-state.request.arrival_s, -state.sequence),
         )
+
+
+class LeastValue:
+    """Who has missed a target for certain goes first; then as `LowestPriority`."""
+
+    def __init__(self, max_preemptions: int) -> None:
+        self._by_priority = LowestPriority(max_preemptions)
+
+    def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:
+        ranked = self._by_priority.ranked(running, now_s)
+        return sorted(ranked, key=lambda state: not state.has_missed(now_s))

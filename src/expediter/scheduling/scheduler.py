@@ -23,6 +23,7 @@ from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Draft, Rules
+from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.running import RunningSet
 from expediter.scheduling.waiting import WaitingQueue
 
@@ -44,12 +45,13 @@ class Scheduler:
     Args:
         config: limits.
         kv: the replica's KV blocks, with as many slots as `config.max_num_seqs`.
-        policy: the parts that decide; `assembly` makes them by name.
+        policy: the parts that decide; `make_policy` makes them by name.
+        knowledge: what the parts learn from; this scheduler feeds it.
     Raises:
         ConfigurationError: the batching computes prompts whole, and the budget does not hold the longest.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, policy: Policy) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, policy: Policy, knowledge: Knowledge) -> None:
         if policy.batching.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
             raise ConfigurationError(
                 f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least max_model_len "
@@ -58,11 +60,13 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.policy = policy
+        self.knowledge = knowledge
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(policy.rules.ordering)
         self._running = RunningSet(kv, config.max_num_seqs, policy.rules.ordering)
         self._in_flight: StepPlan | None = None
         self._in_flight_chunks: list[RequestState] = []
+        self._in_flight_is_full = False
         self._dropped: set[int] = set()  # slots of the plan in flight whose requests have been aborted
         self._next_step = 0
         self._next_sequence = 0
@@ -146,6 +150,8 @@ class Scheduler:
         state.move(Status.FINISHED)
         state.finish_reason = reason
         del self._requests[state.request_id]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.knowledge.lengths.observe(state.request, len(state.output))
         self._queue_is_stuck = False
         return Finished(
             state.request_id,
@@ -175,6 +181,7 @@ class Scheduler:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
         self._queue_is_stuck = draft.queue_is_stuck
+        self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
             self._in_flight, self._in_flight_chunks = plan, chunked
             self._next_step += 1
@@ -201,6 +208,7 @@ class Scheduler:
         chunked, dropped = self._in_flight_chunks, self._dropped
         self._in_flight, self._in_flight_chunks, self._dropped = None, [], set()
         self._next_step += plan.num_steps - 1
+        self.knowledge.observe(plan, result, is_full=self._in_flight_is_full)
         events: list[Event] = []
         ended: list[RequestState] = []
         if plan.num_decodes:
@@ -244,6 +252,7 @@ class Scheduler:
             state.append(token)
             if state.first_token_s is None:
                 state.first_token_s = now_s
+                state.pace_s = self.knowledge.pace_s(state, now_s)
                 events.append(FirstToken(state.request_id, now_s))
         owners = np.empty(len(caught_up), np.object_)
         owners[:] = caught_up

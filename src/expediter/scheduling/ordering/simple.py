@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from expediter.core.request import RequestState
+from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import Key
 from expediter.scheduling.ordering.base import KeyOrdering
 
@@ -47,6 +46,28 @@ class EarliestDeadline(KeyOrdering):
 
     max_wait_s = 600.0
 
+    def __init__(self, knowledge: Knowledge) -> None:
+        super().__init__()
+        self._knowledge = knowledge
+
     def key(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - deadlines do not change
-        deadline_s = state.request.first_token_deadline_s
-        return (math.inf if deadline_s is None else deadline_s, state.request.arrival_s)
+        return (self._knowledge.first_token_deadline_s(state.request), state.request.arrival_s)
+
+
+class ShortestPredicted(KeyOrdering):
+    """Least predicted work first: known tokens to compute and output still expected.
+
+    Best for the mean, and unfair to the long: it needs its ageing bound. Source: shortest job first with predicted
+    lengths, as in LTR and others.
+    """
+
+    max_wait_s = 60.0
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        super().__init__()
+        self._knowledge = knowledge
+
+    def key(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - fixed when queued
+        num_output = len(state.output)
+        expected = self._knowledge.lengths.predict(state.request, num_output) - num_output
+        return (state.num_known_tokens + expected,)

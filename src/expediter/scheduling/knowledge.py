@@ -1,0 +1,82 @@
+"""What a scheduler has learned of its replica: output lengths, step times, the speed of prefilling under load."""
+
+from __future__ import annotations
+
+import math
+
+from expediter.core.plan import StepFeatures, StepPlan, StepResult
+from expediter.core.ports import StepTimeModel
+from expediter.core.request import Request, RequestState
+from expediter.scheduling.prediction import OutputLengths
+from expediter.scheduling.step_time import OnlineStepTime
+
+_MEMORY_TOKENS = 50_000.0
+
+
+class Knowledge:
+    """Shared by the parts of one scheduler; written only from results.
+
+    Args:
+        prior: analytic step-time model to start from, if there is one.
+    """
+
+    def __init__(self, prior: StepTimeModel | None = None) -> None:
+        self.lengths = OutputLengths()
+        self.step_time = OnlineStepTime(prior)
+        self._is_asked = False
+        self._busy_s = 0.0
+        self._busy_tokens = 0.0
+
+    def ask(self) -> None:
+        """Say that step times will be needed: a policy that never asks pays nothing for learning them."""
+        self._is_asked = True
+
+    def observe(self, plan: StepPlan, result: StepResult, *, is_full: bool) -> None:
+        """Learn from a finished plan.
+
+        Args:
+            is_full: it took all the prefill tokens that its budget allowed, so it shows the speed under load.
+        """
+        if not self._is_asked:
+            return
+        features = plan.features
+        durations = result.durations_s or (result.elapsed_s,)
+        for index, duration_s in enumerate(durations):
+            if self.step_time.wants(plan.step_id + index):
+                context = features.decode_context_tokens + index * features.num_decodes
+                self.step_time.observe(features._replace(decode_context_tokens=context), duration_s)
+        if is_full and features.num_prefill_tokens > 0:
+            fade = math.exp(-features.num_prefill_tokens / _MEMORY_TOKENS)
+            self._busy_s = self._busy_s * fade + result.elapsed_s
+            self._busy_tokens = self._busy_tokens * fade + features.num_prefill_tokens
+
+    @property
+    def prefill_token_s(self) -> float:
+        """Seconds per prefill token while there is more to prefill than a step can take, decodes going on beside."""
+        if self._busy_tokens > 0:
+            return self._busy_s / self._busy_tokens
+        many = 2048
+        return self.step_time.step_time_s(StepFeatures(many, 1, 0, 0, many * many / 2)) / many
+
+    def pace_s(self, state: RequestState, now_s: float) -> float:
+        """Return the time per output token that a request can afford from its first token at `now_s` on."""
+        request = state.request
+        if request.slo.tpot_s is not None:
+            return request.slo.tpot_s
+        if request.slo.e2e_s is None:
+            return math.inf
+        left = max(1, self.lengths.predict(request, len(state.output), 0.9) - len(state.output))
+        return max(0.0, request.arrival_s + request.slo.e2e_s - now_s) / left
+
+    def first_token_deadline_s(self, request: Request) -> float:
+        """Return when the first token is due: by its target, or so that the rest can be done by the end's; or never."""
+        slo = request.slo
+        deadline_s = math.inf if slo.ttft_s is None else request.arrival_s + slo.ttft_s
+        if slo.e2e_s is not None:
+            decoding_s = self.lengths.predict(request, 0, 0.9) * self._decode_token_s
+            deadline_s = min(deadline_s, request.arrival_s + slo.e2e_s - decoding_s)
+        return deadline_s
+
+    @property
+    def _decode_token_s(self) -> float:
+        return self.step_time.step_time_s(StepFeatures(64, 64, 64, 64 * 1024, 0.0))

@@ -1,0 +1,194 @@
+"""The SLO policy's order: serve whom it helps, earliest deadline first; who cannot make it steps behind them.
+
+Prompts share one resource, the tokens that a replica prefills per second. If not everybody's first token can be in time,
+the most requests (by value) are when the queue is served by deadline without those that cost most and spoil the rest:
+Moore and Hodgson's algorithm. Deadline order alone would serve the hopeless first, and shortest-first would give up long
+requests that could be in time.
+
+There are three lanes. *Hopeful* requests can all be in time, by deadline. *Spare* ones could be alone, but not with the
+hopeful ones; least work first, whenever no hopeful one waits. *Late* ones are certain to miss; oldest first, after
+everybody else, but one of `late_share` admissions goes to a late one that waited longer than `max_late_wait_s`, so nobody
+starves.
+
+The lanes are dealt anew when a part of the queue has changed: O(log n) per change, amortized.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from expediter.core.request import RequestState
+from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.lazy_heap import Key, LazyHeap
+
+_DEAL_AFTER_SHARE = 8
+_MAX_DEAL_AGE_S = 0.5
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the order needs to know of a request: work left in prefill tokens, when it is due, what it is worth."""
+
+    state: RequestState
+    num_tokens: int
+    due_s: float
+    value: float
+
+
+class SloOrdering:
+    """Order by deadline among those that can be in time.
+
+    Args:
+        max_late_wait_s: a late request that waited longer gets a share of the admissions.
+        late_share: one of so many admissions.
+    """
+
+    max_wait_s = math.inf
+    is_static = False
+    displaces = True
+    interleaves = True
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        knowledge: Knowledge,
+        *,
+        max_late_wait_s: float = 60.0,
+        late_share: int = 20,
+    ) -> None:
+        self._kv = kv
+        self._knowledge = knowledge
+        knowledge.ask()
+        self._max_late_wait_s = max_late_wait_s
+        self._late_share = late_share
+        self._waiting: dict[int, _Job] = {}
+        self._under_way: dict[int, _Job] = {}
+        self._hopeful, self._spare, self._late = LazyHeap(), LazyHeap(), LazyHeap()
+        self._num_changes = 0
+        self._dealt_s = -math.inf
+        self._since_late = 0
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def push(self, state: RequestState, now_s: float) -> None:
+        match = self._kv.match(state.token_bytes, state.request.cache_salt)
+        num_tokens = state.num_known_tokens - match.num_blocks * self._kv.block_size
+        job = _Job(state, num_tokens, self._due_s(state), 1.0)
+        self._waiting[state.sequence] = job
+        if self._is_late(job, now_s):
+            self._late.put(state, (state.request.arrival_s,))
+        else:
+            self._hopeful.put(state, (job.due_s,))
+        self._num_changes += 1
+
+    def remove(self, state: RequestState) -> None:
+        self._waiting.pop(state.sequence, None)
+        for lane in (self._hopeful, self._spare, self._late):
+            if lane.remove(state):
+                self._num_changes += 1
+
+    def first(self, now_s: float) -> RequestState | None:
+        self._deal_if_stale(now_s)
+        late = self._late.first()
+        if late is not None and self._since_late >= self._late_share:
+            if now_s - late[0][0] > self._max_late_wait_s:
+                return late[1]
+        for lane in (self._hopeful, self._spare):
+            head = self._head_in_time(lane, now_s)
+            if head is not None:
+                return head
+        late = self._late.first()
+        return None if late is None else late[1]
+
+    def urgency(self, state: RequestState, now_s: float) -> Key:
+        if state in self._hopeful:
+            return (0.0, self._waiting[state.sequence].due_s)
+        if state in self._spare:
+            return (1.0, float(self._waiting[state.sequence].num_tokens))
+        if state in self._late:
+            return (2.0, state.request.arrival_s)
+        job = self._under_way[state.sequence]
+        job.num_tokens = state.num_known_tokens - state.num_computed_tokens
+        if self._is_late(job, now_s):
+            return (2.0, state.request.arrival_s)
+        return (0.0, job.due_s)
+
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:
+        """Who can be in time may displace who cannot any more."""
+        return waiting in self._hopeful and running.has_missed(self._dealt_s)
+
+    # -- what is learned ----------------------------------------------------------------------------------------------
+
+    def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
+        due_s = self._due_s(state)
+        self._under_way[state.sequence] = _Job(state, num_new_tokens, due_s, 1.0)
+        is_late = due_s < self._dealt_s
+        self._since_late = 0 if is_late else self._since_late + 1
+
+    def joined(self, state: RequestState, decode_clock: int) -> None:  # noqa: ARG002 - the protocol's
+        self._under_way.pop(state.sequence, None)
+
+    def left(self, state: RequestState, decode_clock: int) -> None:  # noqa: ARG002 - the protocol's
+        self._under_way.pop(state.sequence, None)
+
+    # -- the lanes ----------------------------------------------------------------------------------------------------
+
+    def _due_s(self, state: RequestState) -> float:
+        if state.first_token_s is not None:
+            # Preempted while decoding: its next token is due at its pace.
+            return state.first_token_s + len(state.output) * state.pace_s
+        return self._knowledge.first_token_deadline_s(state.request)
+
+    def _is_late(self, job: _Job, now_s: float) -> bool:
+        return now_s + job.num_tokens * self._knowledge.prefill_token_s > job.due_s
+
+    def _head_in_time(self, lane: LazyHeap, now_s: float) -> RequestState | None:
+        """Return a lane's head, moving those that have become late to their lane."""
+        while (entry := lane.first()) is not None:
+            state = entry[1]
+            if not self._is_late(self._waiting[state.sequence], now_s):
+                return state
+            lane.remove(state)
+            self._late.put(state, (state.request.arrival_s,))
+        return None
+
+    def _deal_if_stale(self, now_s: float) -> None:
+        num_in_time = len(self._hopeful) + len(self._spare)
+        changed = self._num_changes * _DEAL_AFTER_SHARE > num_in_time
+        if num_in_time and (changed or now_s - self._dealt_s > _MAX_DEAL_AGE_S):
+            self._deal(now_s)
+            self._num_changes = 0
+        self._dealt_s = max(self._dealt_s, now_s)
+
+    def _deal(self, now_s: float) -> None:
+        """Moore and Hodgson: by deadline, and whenever one is late, without the one that costs most per value."""
+        token_s = self._knowledge.prefill_token_s
+        in_time = [job for job in self._waiting.values() if job.state not in self._late]
+        for job in self._under_way.values():
+            job.num_tokens = job.state.num_known_tokens - job.state.num_computed_tokens
+        jobs = sorted([*in_time, *self._under_way.values()], key=_by_deadline)
+        kept: list[tuple[float, int, _Job]] = []
+        clock_s = now_s
+        for job in jobs:
+            clock_s += job.num_tokens * token_s
+            heapq.heappush(kept, (-job.num_tokens / job.value, job.state.sequence, job))
+            while kept and clock_s > job.due_s:
+                dropped = heapq.heappop(kept)[2]
+                clock_s -= dropped.num_tokens * token_s
+        hopeful = {job.state.sequence for _, _, job in kept}
+        self._hopeful, self._spare = LazyHeap(), LazyHeap()
+        for job in in_time:
+            state = job.state
+            if state.sequence in hopeful:
+                self._hopeful.put(state, (job.due_s,))
+            elif self._is_late(job, now_s):
+                self._late.put(state, (state.request.arrival_s,))
+            else:
+                self._spare.put(state, (float(job.num_tokens),))
+
+
+def _by_deadline(job: _Job) -> tuple[float, int]:
+    return job.due_s, job.state.sequence

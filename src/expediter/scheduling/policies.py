@@ -1,0 +1,104 @@
+"""Policy parts by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from expediter.core.errors import ConfigurationError
+from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.batching import Batching, IterationLevel, PromptsFirst, StallFree, StaticBatches
+from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
+from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.draft import Rules
+from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.memory import FullReservation, MemoryRule, PagedMemory
+from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.simple import EarliestDeadline, Fcfs, Lifo, PriorityOrder, ShortestPredicted
+from expediter.scheduling.ordering.slo import SloOrdering
+from expediter.scheduling.preemption import LastInFirstOut, LeastValue, LowestPriority, VictimRule
+from expediter.scheduling.scheduler import Policy
+
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a part may look at: limits, the replica's KV blocks, and what has been learned of it."""
+
+    config: SchedulerConfig
+    kv: KVCacheManager
+    knowledge: Knowledge
+
+
+ORDERINGS: Mapping[str, Callable[[Surroundings], Ordering]] = {
+    "fcfs": lambda _: Fcfs(),
+    "lifo": lambda _: Lifo(),
+    "priority": lambda _: PriorityOrder(),
+    "earliest_deadline": lambda around: EarliestDeadline(around.knowledge),
+    "shortest_predicted": lambda around: ShortestPredicted(around.knowledge),
+    "slo": lambda around: SloOrdering(around.kv, around.knowledge),
+}
+BATCHINGS: Mapping[str, Callable[[], Batching]] = {
+    "stall_free": StallFree,
+    "iteration_level": IterationLevel,
+    "prompts_first": PromptsFirst,
+    "static": StaticBatches,
+}
+MEMORY_RULES: Mapping[str, Callable[[Surroundings], MemoryRule]] = {
+    "paged": lambda around: PagedMemory(around.config.max_preemptions, around.config.watermark_blocks),
+    "full": lambda _: FullReservation(),
+}
+BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
+    "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),
+    "slack": lambda around: SlackBudget(around.config.max_num_batched_tokens, around.knowledge),
+}
+VICTIM_RULES: Mapping[str, Callable[[Surroundings], VictimRule]] = {
+    "lowest_priority": lambda around: LowestPriority(around.config.max_preemptions),
+    "last_in": lambda around: LastInFirstOut(around.config.max_preemptions),
+    "least_value": lambda around: LeastValue(around.config.max_preemptions),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Names of the parts, as a preset gives them.
+
+    Raises:
+        ConfigurationError: there is no part of that name; the message lists those that exist.
+    """
+
+    ordering: str = "fcfs"
+    batching: str = "stall_free"
+    memory: str = "paged"
+    budget: str = "fixed"
+    victims: str = "lowest_priority"
+
+    def __post_init__(self) -> None:
+        _named(ORDERINGS, self.ordering, "ordering")
+        _named(BATCHINGS, self.batching, "batching")
+        _named(MEMORY_RULES, self.memory, "memory rule")
+        _named(BUDGET_RULES, self.budget, "budget rule")
+        _named(VICTIM_RULES, self.victims, "victim rule")
+
+
+def _named(parts: Mapping[str, _Part], name: str, kind: str) -> _Part:
+    if name not in parts:
+        raise ConfigurationError(f"no {kind} {name!r}; there are: {', '.join(parts)}")
+    return parts[name]
+
+
+def make_policy(names: PolicyConfig, around: Surroundings, ordering: Ordering | None = None) -> Policy:
+    """Return fresh parts for one scheduler.
+
+    Args:
+        ordering: an object of one's own instead of the named one; it serves this scheduler only.
+    """
+    rules = Rules(
+        ordering=ORDERINGS[names.ordering](around) if ordering is None else ordering,
+        memory=MEMORY_RULES[names.memory](around),
+        budget=BUDGET_RULES[names.budget](around),
+        victims=VICTIM_RULES[names.victims](around),
+    )
+    return Policy(batching=BATCHINGS[names.batching](), rules=rules)
