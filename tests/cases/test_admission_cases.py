@@ -233,9 +233,9 @@ def check_charge(block_size: int, cached: int, rest: int) -> tuple[int, int]:
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=rest + 3, max_model_len=2000)
     driver = SchedulerDriver.build(config, num_blocks=400 // block_size + 8, block_size=block_size)
     if cached:
-        driver.submit("stem", stem + [49], 1)
+        driver.submit("stem", [*stem, 49], 1)
         driver.run_to_end()
-    driver.submit("warm", stem + [48] * rest, 1)
+    driver.submit("warm", [*stem, *[48] * rest], 1)
     driver.submit("next", prompt(2, 9), 1)
     driver.step()
     assert driver.steps[-1].entries == {"warm": (cached * block_size, rest), "next": (0, 3)}

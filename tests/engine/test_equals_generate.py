@@ -2,9 +2,11 @@
 
 import copy
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_models import VOCAB_SIZE, generate, tiny_llama
 from serving import serve
 
@@ -28,12 +30,12 @@ SENTENCES = (
 )
 
 
-def _requests(prompts: list[list[int]], max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[Request]:
+def _requests(prompts: list[list[int]], max_tokens: list[int], stop_token_ids: tuple[int, ...]) -> list[Request]:
     return [
         Request(
             request_id=str(i),
             prompt=np.array(prompt, dtype=np.int32),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens[i],
             stop_token_ids=stop_token_ids,
         )
         for i, prompt in enumerate(prompts)
@@ -53,31 +55,35 @@ def _mixed_prompts(rng: random.Random, tokens: list[int], max_length: int) -> li
     return prompts
 
 
-def test_tiny_grouped_query_llama() -> None:
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_tiny_grouped_query_llama(device: str) -> None:
     rng = random.Random(1)
-    model = tiny_llama()
+    model = tiny_llama(device=device)
     prompts = _mixed_prompts(rng, [rng.randrange(VOCAB_SIZE) for _ in range(2000)], 130)
     expected = [generate(model, prompt, 24) for prompt in prompts]
     executor = TorchExecutor(copy.copy(model), num_blocks=70, block_size=4, max_num_seqs=12)
     config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=48, max_model_len=256)
     arrivals = [rng.randrange(80) for _ in prompts]
-    served = serve(executor, _requests(prompts, 24, ()), config, arrival_steps=arrivals)
+    served = serve(executor, _requests(prompts, [24] * NUM_PROMPTS, ()), config, arrival_steps=arrivals)
     served.assert_stressed()
     assert [served.outputs[str(i)] for i in range(NUM_PROMPTS)] == expected
 
 
 @pytest.mark.timeout(600)
-def test_smollm2(smollm2_folder, smollm2_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_smollm2(device: str, smollm2_folder: Path, smollm2_tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
-    model = load_model(smollm2_folder, dtype="float32", device="cpu")
+    model = load_model(smollm2_folder, dtype="float32", device=device)
     text = " ".join(rng.choice(SENTENCES) for _ in range(80))
-    prompts = _mixed_prompts(rng, smollm2_tokenizer.encode(text), 90)
-    eos = smollm2_tokenizer.eos_token_ids
-    expected = [generate(model, prompt, 14) for prompt in prompts]
-    executor = TorchExecutor(model, num_blocks=90, block_size=4, max_num_seqs=16)
+    prompts = _mixed_prompts(rng, smollm2_tokenizer.encode(text), 80)
+    max_tokens = [rng.randint(3, 12) for _ in prompts]
+    expected = [generate(model, prompt, length) for prompt, length in zip(prompts, max_tokens, strict=True)]
+    executor = TorchExecutor(model, num_blocks=64, block_size=4, max_num_seqs=16)
     config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128)
-    arrivals = [rng.randrange(60) for _ in prompts]
-    served = serve(executor, _requests(prompts, 14, eos), config, arrival_steps=arrivals)
+    requests = _requests(prompts, max_tokens, smollm2_tokenizer.eos_token_ids)
+    served = serve(executor, requests, config, arrival_steps=[rng.randrange(60) for _ in prompts])
     served.assert_stressed()
-    for i in range(NUM_PROMPTS):
-        assert served.outputs[str(i)] == expected[i]
+    assert [served.outputs[str(i)] for i in range(NUM_PROMPTS)] == expected

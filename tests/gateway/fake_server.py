@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--step-s", default="0")
     parser.add_argument("--stall-s", type=float, default=15)
     parser.add_argument("--kill-stalled-s", type=float, default=60)
+    parser.add_argument("--max-step-s", type=float, default=300)
     parser.add_argument("--shutdown-timeout", type=float, default=30)
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -40,7 +41,11 @@ def main() -> int:
         api_keys=tuple(args.api_key),
         shutdown_timeout_s=args.shutdown_timeout,
         supervisor=SupervisorConfig(
-            stall_s=args.stall_s, kill_stalled_s=args.kill_stalled_s, min_backoff_s=0.1, max_backoff_s=1.0
+            max_step_s=args.max_step_s,
+            stall_s=args.stall_s,
+            kill_stalled_s=args.kill_stalled_s,
+            min_backoff_s=0.1,
+            max_backoff_s=1.0,
         ),
     )
     command = (sys.executable, str(FAKE_REPLICA), "--model", args.model, "--step-s", args.step_s)

@@ -140,6 +140,23 @@ def test_a_replica_that_only_paused_goes_on(model_folder: Path) -> None:
         assert stream.is_complete
 
 
+def test_a_long_step_is_no_stall(model_folder: Path) -> None:
+    flags = ("--model", "toy", "--step-s", "2.5", "--stall-s", "1", "--kill-stalled-s", "2")
+    with start_fake_server(model_folder, *flags) as server, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.complete, "x", max_tokens=2, ignore_eos=True)
+        while not reply.done():
+            assert server.get("/ready").status == 200
+            time.sleep(0.1)
+        assert reply.result().json["usage"]["completion_tokens"] == 2
+
+
+def test_a_step_that_hangs_is_ended(model_folder: Path) -> None:
+    flags = ("--model", "toy", "--step-s", "60", "--max-step-s", "1")
+    with start_fake_server(model_folder, *flags) as server:
+        assert server.complete("x").status == 500
+        wait_until(lambda: server.get("/ready").status == 200)
+
+
 def test_kill_9_of_the_gateway_leaves_no_replica(model_folder: Path) -> None:
     with start_fake_server(model_folder, "--replicas", "2", "--model", "toy", "--step-s", "0.02") as server:
         pids = server.replica_pids()

@@ -1,7 +1,9 @@
 """Whatever may happen to a scheduler, in any order, on pools so small that everything collides."""
 
 import copy
+import sys
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,34 @@ from expediter.testing.scheduler_driver import SchedulerDriver
 
 VOCAB = 16  # small, so that stop tokens are hit
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8, 1, 8, 2, 8])
+
+
+class Sketch(NamedTuple):
+    """A request before it has a name and a time."""
+
+    stem: list[int]
+    num_shared: int
+    tail: list[int]
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    cache_salt: str
+    lateness_s: float
+
+
+SKETCHES = st.builds(
+    Sketch,
+    stem=st.sampled_from(STEMS),
+    num_shared=st.integers(0, 16),
+    tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+    max_tokens=st.integers(1, 9),
+    min_tokens=st.integers(0, 3),
+    stop_token_ids=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
+    priority=st.integers(0, 2),
+    cache_salt=st.sampled_from(["", "", "b"]),
+    lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
+)
 
 
 def fingerprint(scheduler: Scheduler) -> dict[str, object]:
@@ -69,40 +99,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     driver: SchedulerDriver
 
     @initialize(
-        num_blocks=st.integers(2, 16),
-        block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 6),
+        limits=st.fixed_dictionaries(
+            {
+                "max_preemptions": st.integers(0, 3),
+                "max_bypasses": st.integers(0, 3),
+                "max_scan": st.integers(1, 4),
+                "watermark_blocks": st.integers(0, 1),
+            }
+        ),
         extra_budget=st.integers(0, 8),
         extra_len=st.integers(-4, 4),
+        num_blocks=st.integers(2, 16),
+        block_size=st.integers(1, 4),
         ordering=st.sampled_from(["fcfs", "priority"]),
-        max_preemptions=st.integers(0, 3),
-        max_bypasses=st.integers(0, 3),
-        max_scan=st.integers(1, 4),
-        watermark=st.integers(0, 1),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
-    def build(
-        self,
-        num_blocks,
-        block_size,
-        max_num_seqs,
-        extra_budget,
-        extra_len,
-        ordering,
-        max_preemptions,
-        max_bypasses,
-        max_scan,
-        watermark,
-        prefix_caching,
-    ):
+    def build(self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_model_len=max(2, num_blocks * block_size + extra_len),
-            max_preemptions=max_preemptions,
-            max_bypasses=max_bypasses,
-            max_scan=max_scan,
-            watermark_blocks=watermark,
+            **limits,
         )
         scheduler = build_scheduler(
             config=config,
@@ -118,35 +136,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    @rule(
-        stem=st.sampled_from(STEMS),
-        num_shared=st.integers(0, 16),
-        tail=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        max_tokens=st.integers(1, 9),
-        min_tokens=st.integers(0, 3),
-        stops=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
-        priority=st.integers(0, 2),
-        salt=st.sampled_from(["", "", "b"]),
-        lateness=st.sampled_from([0, 0, 0, 5]),
-    )
-    def add(self, stem, num_shared, tail, max_tokens, min_tokens, stops, priority, salt, lateness):
+    @rule(sketches=st.lists(SKETCHES, min_size=1, max_size=4))
+    def add(self, sketches):
         driver, scheduler = self.driver, self.driver.scheduler
-        request = Request(
-            request_id=f"r{self.num_added}",
-            prompt=np.array([*stem[:num_shared], *tail] or [1], np.int32),
-            max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
-            stop_token_ids=stops,
-            priority=priority,
-            cache_salt=salt,
-            arrival_s=driver.now_s - lateness,
-        )
-        self.num_added += 1
-        total, kv = request.max_total_tokens, scheduler.kv
-        fits = total <= scheduler.config.max_model_len and total - 1 <= kv.num_blocks * kv.block_size
-        assert driver.add(request) == (fits and not self.is_draining)
-        if self.is_draining:
-            assert driver.rejected[request.request_id].reason is RejectReason.SHUTDOWN
+        for sketch in sketches:
+            request = Request(
+                request_id=f"r{self.num_added}",
+                prompt=np.array([*sketch.stem[: sketch.num_shared], *sketch.tail] or [1], np.int32),
+                max_tokens=sketch.max_tokens,
+                min_tokens=min(sketch.min_tokens, sketch.max_tokens),
+                stop_token_ids=sketch.stop_token_ids,
+                priority=sketch.priority,
+                cache_salt=sketch.cache_salt,
+                arrival_s=driver.now_s - sketch.lateness_s,
+            )
+            self.num_added += 1
+            total, kv = request.max_total_tokens, scheduler.kv
+            fits = total <= scheduler.config.max_model_len and total - 1 <= kv.num_blocks * kv.block_size
+            assert driver.add(request) == (fits and not self.is_draining)
+            if self.is_draining:
+                assert driver.rejected[request.request_id].reason is RejectReason.SHUTDOWN
 
     @rule(data=st.data())
     def abort(self, data):
@@ -159,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         with pytest.raises(InvariantError, match="in use"):
             self.driver.scheduler.add(taken, self.driver.now_s)
 
-    @precondition(lambda self: not self.is_draining and self.num_added > 8)
+    @precondition(lambda self: not self.is_draining and self.num_added > 12)
     @rule()
     def drain(self):
         self.driver.scheduler.drain()
@@ -217,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             census(self.driver.scheduler)
 
     def teardown(self):
-        if not hasattr(self, "driver"):
+        if not hasattr(self, "driver") or sys.exc_info()[0] is not None:  # never hide what failed before
             return
         self.driver.run_to_end()
         scheduler = self.driver.scheduler

@@ -66,8 +66,17 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
-    """Replica → gateway: gauges at one moment; also the heartbeat of an idle replica."""
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Replica → gateway, at a steady rate even during a long step: the process is alive.
+
+    `turn_age_s` is how long the loop has been in its current turn, in seconds; far above a step's length, it hangs.
+    """
+
+    turn_age_s: float
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of a replica after a turn of its loop."""
 
     num_running: int
     num_waiting: int
@@ -98,7 +107,7 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", kw_only=True):
 
 
 GatewayFrame = Submit | AbortFrame | DrainFrame
-ReplicaFrame = Hello | Failed | Stats | StepFrame
+ReplicaFrame = Hello | Failed | Heartbeat | StepFrame
 ReplicaEvent = Queued | Rejected | Admitted | Preempted | FirstToken | TokensFrame | Finished
 
 _KINDS: Final = (Queued, Rejected, Admitted, Preempted, FirstToken, TokensFrame, Finished)

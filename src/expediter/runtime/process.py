@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from expediter.runtime.frames import (
     Failed,
     FrameSplitter,
     GatewayFrame,
+    Heartbeat,
     Hello,
     ReplicaFrame,
     Stats,
@@ -150,19 +152,22 @@ def _command_of(frame: GatewayFrame) -> Command:
 
 
 class SocketSink:
-    """Sends each turn of the loop as one frame, and a heartbeat with gauges when nothing happens."""
+    """Sends each turn of the loop as one frame; a thread of its own sends heartbeats, during long steps too."""
 
     def __init__(self, sock: socket.socket, scheduler: MeasuredScheduler, clock: Clock) -> None:
         self._sock = sock
         self._scheduler = scheduler
         self._clock = clock
-        self._last_sent_s = float("-inf")
+        self._lock = threading.Lock()
+        self._turn_started_s = clock.now()
+
+    def start_heartbeat(self) -> None:
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def emit(self, events: list[Event], step: StepRecord | None) -> None:
         if events or step:
             self.send(step_frame(events, step, self._stats()))
-        elif self._clock.now() - self._last_sent_s >= HEARTBEAT_S:
-            self.send(self._stats())
+        self._turn_started_s = self._clock.now()
 
     def send(self, frame: ReplicaFrame) -> None:
         """Send one frame; blocks while the gateway is behind, which slows the replica down instead of growing a queue.
@@ -170,8 +175,17 @@ class SocketSink:
         Raises:
             OSError: the gateway is gone.
         """
-        self._sock.sendall(encode_frame(frame))
-        self._last_sent_s = self._clock.now()
+        raw = encode_frame(frame)
+        with self._lock:
+            self._sock.sendall(raw)
+
+    def _beat(self) -> None:
+        try:
+            while True:
+                self.send(Heartbeat(self._clock.now() - self._turn_started_s))
+                time.sleep(HEARTBEAT_S)
+        except OSError:
+            return  # the gateway is gone, which the reader thread acts upon
 
     def _stats(self) -> Stats:
         scheduler = self._scheduler
@@ -220,6 +234,7 @@ def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: S
             max_model_len=built.max_model_len,
         )
     )
+    sink.start_heartbeat()
     while not inbox.closed:
         if not loop.run_once():
             inbox.wait(HEARTBEAT_S)

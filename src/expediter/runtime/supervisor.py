@@ -17,6 +17,7 @@ from expediter.runtime.frames import (
     AbortFrame,
     DrainFrame,
     Failed,
+    Heartbeat,
     Hello,
     ReplicaEvent,
     ReplicaFrame,
@@ -51,8 +52,9 @@ class SupervisorConfig:
 
     Args:
         start_timeout_s: for a replica to load its model.
-        stall_s: without a frame, before a replica counts as stalled and gets no requests.
-        kill_stalled_s: without a frame, before it is killed and started again.
+        stall_s: without a sign of life, before a replica counts as stalled and gets no requests.
+        kill_stalled_s: without a sign of life, before it is killed and started again.
+        max_step_s: a step that takes longer hangs; the replica is killed and started again.
         min_backoff_s, max_backoff_s: pause before a restart; doubles with each one in a row.
         stable_s: after being up so long, a death is the first in a row again.
     Raises:
@@ -60,8 +62,9 @@ class SupervisorConfig:
     """
 
     start_timeout_s: float = 600.0
-    stall_s: float = 15.0
-    kill_stalled_s: float = 60.0
+    stall_s: float = 10.0
+    kill_stalled_s: float = 30.0
+    max_step_s: float = 300.0
     min_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     stable_s: float = 60.0
@@ -81,6 +84,7 @@ class _Replica:
     in_flight: dict[str, RequestStream] = field(default_factory=dict)
     num_pending_tokens: int = 0
     last_frame_s: float = 0.0
+    turn_age_s: float = 0.0
     up_since_s: float = 0.0
     num_deaths_in_a_row: int = 0
 
@@ -244,6 +248,7 @@ class Supervisor:
         process = await ReplicaProcess.start(self._command, replica.spec)
         replica.process = process
         replica.last_frame_s = self._clock.now()
+        replica.turn_age_s = 0.0
         try:
             async for frame in process.frames():
                 replica.last_frame_s = self._clock.now()
@@ -271,11 +276,12 @@ class Supervisor:
             case Failed():
                 logger.error("replica %d cannot start: %s", replica.spec.replica_id, frame.message)
                 self._fail_start(ConfigurationError(frame.message))
-            case Stats():
-                self._show(replica, frame)
+            case Heartbeat():
+                replica.turn_age_s = frame.turn_age_s
             case StepFrame():
                 for event in events_of(frame):
                     self._pass_on(replica, event)
+                replica.turn_age_s = 0.0
                 self._show(replica, frame.stats)
                 if frame.features is not None:
                     self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
@@ -359,6 +365,9 @@ class Supervisor:
         if replica.state is ReplicaState.STARTING:
             if silent_s >= self._config.start_timeout_s:
                 replica.process.kill()
+        elif replica.turn_age_s >= self._config.max_step_s:
+            logger.error("replica %d hangs in a step and is killed", replica.spec.replica_id)
+            replica.process.kill()
         elif silent_s >= self._config.kill_stalled_s:
             logger.error("replica %d was silent for %.1f s and is killed", replica.spec.replica_id, silent_s)
             replica.process.kill()

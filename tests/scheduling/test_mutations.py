@@ -1,0 +1,129 @@
+"""The state machine finds four classic bugs when they are put back, with and without the scheduler's own checks."""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from scheduler_machine import SchedulerMachine
+
+from expediter.core.errors import InvariantError
+from expediter.core.request import RequestState
+from expediter.kvcache.manager import KVCacheManager
+from expediter.kvcache.pool import BlockIds
+from expediter.scheduling.scheduler import Scheduler
+
+SETTINGS = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
+
+
+class BlindMachine(SchedulerMachine):
+    """Sees only what a client sees: tokens, events, ends."""
+
+    checks_blocks = False
+
+
+def double_free_of_a_shared_block_on_a_block_edge(monkeypatch):
+    """Case 15: a sequence that ends with its last slot on a block edge gives its last block back twice."""
+    release = KVCacheManager.release
+
+    def release_twice(self, slot):
+        owned = self.tables[slot, : self.num_owned[slot]].copy()
+        is_on_edge = self._num_shared[slot] == len(owned)
+        release(self, slot)
+        last = owned[-1:]
+        if is_on_edge and self.pool.refs[last].all():
+            self.tree.num_evictable += len(self.pool.disown(last))
+
+    monkeypatch.setattr(KVCacheManager, "release", release_twice)
+
+
+def leak_on_abort_mid_chunk(monkeypatch):
+    """Case 14: an abort between two chunks forgets the blocks that are not committed yet."""
+    abort = Scheduler.abort
+
+    def abort_and_leak(self, request_id, now_s, *args):
+        state = self.find(request_id)
+        if state in self._prefilling and state.num_computed_tokens > 0:
+            self.kv.num_owned[state.slot] = max(1, self.kv._num_shared[state.slot])
+        return abort(self, request_id, now_s, *args)
+
+    monkeypatch.setattr(Scheduler, "abort", abort_and_leak)
+
+
+def full_hit_that_schedules_no_token(monkeypatch):
+    """Case 8: the match may cover the whole prompt, and nothing is left to sample from."""
+
+    def match(self, tokens, salt):
+        return self.tree.match(tokens, salt, len(tokens) // 4 // self.block_size)
+
+    monkeypatch.setattr(KVCacheManager, "match", match)
+
+
+def head_that_waits_for_a_watermark(monkeypatch):
+    """Case 4: blocks are kept back for running sequences even when none runs, so a large head never fits."""
+    admit = KVCacheManager.admit
+
+    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks):
+        return admit(self, slot, match, num_tokens, max(1, spare_blocks))
+
+    monkeypatch.setattr(KVCacheManager, "admit", admit_with_watermark)
+
+
+def parked_request_that_keeps_its_blocks(monkeypatch):
+    """Case 3: a preempted request is parked with its blocks, and the head of the queue waits for just those."""
+    preempt, start, finish = Scheduler._preempt, Scheduler._start, Scheduler._finish
+    parked: dict[str, tuple[RequestState, BlockIds]] = {}
+
+    def park(self, state, *args):
+        blocks = self.kv.tables[state.slot, : self.kv.num_owned[state.slot]].copy()
+        preempt(self, state, *args)
+        kept = blocks[self.kv.tree.holds(blocks)]
+        self.kv.tree.num_evictable -= self.kv.pool.acquire(kept)
+        parked[state.request_id] = (state, kept)
+
+    def unpark(self, state):
+        owner, kept = parked.pop(state.request_id, (None, ()))
+        if owner is state and len(kept):
+            self.kv.tree.num_evictable += len(self.kv.pool.disown(kept))
+            self.kv.tree.touch(self.kv.tree.node_of(int(kept[-1])))
+
+    def resume(self, state, *args):
+        unpark(self, state)
+        return start(self, state, *args)
+
+    def end(self, state, *args):
+        unpark(self, state)
+        return finish(self, state, *args)
+
+    monkeypatch.setattr(Scheduler, "_preempt", park)
+    monkeypatch.setattr(Scheduler, "_start", resume)
+    monkeypatch.setattr(Scheduler, "_finish", end)
+
+
+MUTATIONS = {
+    double_free_of_a_shared_block_on_a_block_edge: ("rise along|miscounted|evictable", "freed twice|the model says"),
+    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used"),
+    full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
+    head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),
+    parked_request_that_keeps_its_blocks: ("miscounted", "there is work"),
+}
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, BlindMachine])
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_mutation_is_found(mutation, machine, monkeypatch):
+    mutation(monkeypatch)
+    seen, blind = MUTATIONS[mutation]
+    with pytest.raises((InvariantError, AssertionError), match=blind if machine is BlindMachine else seen):
+        run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, BlindMachine])
+def test_without_a_mutation_the_same_examples_pass(machine):
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=50))
