@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from benchmarks.report import Row, add_json_option, publish, spread
-from expediter.assembly.scheduler import build_scheduler
+from expediter.scheduling.build import build_scheduler
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import Request
 from expediter.scheduling.config import SchedulerConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expediter.assembly.scheduler import build_scheduler
+from expediter.scheduling.build import build_scheduler
 from expediter.core.events import Admitted, Finished, Preempted, Tokens
 from expediter.core.plan import TokenLogprobs
 from expediter.core.ports import Executor

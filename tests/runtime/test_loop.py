@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from expediter.assembly.scheduler import build_scheduler
+from expediter.scheduling.build import build_scheduler
 from expediter.core.clock import VirtualClock
 from expediter.core.events import Event, Finished, Queued, Rejected, RejectReason, Tokens
 from expediter.core.plan import StepFeatures

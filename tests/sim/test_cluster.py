@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import ConstantTime, make_trace
 
-from expediter.assembly.scheduler import build_scheduler
+from expediter.scheduling.build import build_scheduler
 from expediter.control.routing import LeastLoad
 from expediter.core.events import Finished, Rejected, Tokens
 from expediter.scheduling.config import SchedulerConfig

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace
 
-from expediter.assembly.scheduler import build_scheduler
+from expediter.scheduling.build import build_scheduler
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.clock import VirtualClock
 from expediter.core.ports import ExecutorLimits

@@ -9,8 +9,8 @@ from importlib import resources
 import msgspec
 
 from expediter.core.errors import ConfigurationError
+from expediter.scheduling.build import PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.policies import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from expediter.core.request import Request
 from expediter.core.slo import Slo
 from expediter.perfmodel.fitted import FittedModel, fit_step_times
 from expediter.runtime.load_client import LoadClient, Outcome, TimedPrompt
+from expediter.scheduling.build import PolicyConfig
 from expediter.sim.prompt_text import trace_texts
 from expediter.sim.report import Distribution, Report
 from expediter.sim.trace import Trace
@@ -59,7 +60,7 @@ class ServerInfo(msgspec.Struct):
     """What a server says of its own set-up at `/server_info`."""
 
     preset: str
-    ordering: str
+    policy: PolicyConfig
     prefix_caching: bool
     routing: str
     replicas: int
@@ -299,7 +300,7 @@ def _simulate(info: ServerInfo, model: FittedModel, requests: Sequence[Request],
         replicas=info.replicas,
         slo=slo,
         routing=info.routing,
-        ordering=info.ordering,
+        policy=info.policy,
         prefix_caching=info.prefix_caching,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
@@ -319,7 +320,10 @@ def _summarize(outcomes: Sequence[Outcome], slo: Slo) -> LiveReport:
     finished = [outcome for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     span_s = max(outcome.end_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
-    met = sum(outcome.ttft_s is not None and slo.is_met(outcome.ttft_s, outcome.tpot_s) for outcome in finished)
+    met = sum(
+        outcome.ttft_s is not None and slo.is_met(outcome.ttft_s, outcome.tpot_s, outcome.end_s - outcome.sent_s)
+        for outcome in finished
+    )
     num_prompt = sum(outcome.num_prompt_tokens for outcome in finished)
     return LiveReport(
         num_requests=len(outcomes),

@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from expediter.assembly.scheduler import build_scheduler
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Executor, ExecutorLimits
 from expediter.runtime.process import BuiltReplica, replica_main
 from expediter.runtime.spec import ReplicaSpec
+from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.telemetry.logging_setup import setup_logging
 
 
@@ -49,10 +49,10 @@ def assemble_replica(spec: ReplicaSpec, executor: Executor) -> BuiltReplica:
     max_model_len = fitting_model_len(limits, spec.max_model_len)
     scheduler = build_scheduler(
         config=replace(spec.scheduler, max_model_len=max_model_len),
-        ordering=spec.ordering,
-        prefix_caching=spec.prefix_caching,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
+        cache=CacheConfig(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, prefix_caching=spec.prefix_caching
+        ),
+        policy=spec.policy,
     )
     return BuiltReplica(scheduler, executor, max_model_len)
 

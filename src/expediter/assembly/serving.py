@@ -25,7 +25,6 @@ from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.supervisor import Supervisor, SupervisorConfig
-from expediter.scheduling.ordering import make_ordering
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -39,7 +38,7 @@ class ServeConfig:
     Args:
         model: folder of the model.
         model_names: names that clients may use for it; the first is shown.
-        preset: scheduler limits, ordering, routing; the operator's overrides are in it already.
+        preset: scheduler limits, policy, routing; the operator's overrides are in it already.
         max_model_len: None for what model and KV pool can hold.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
         api_keys: none of them: everybody may come in.
@@ -78,7 +77,6 @@ class ServeConfig:
             raise ConfigurationError("shutdown_timeout_s must not be negative")
         if not all(self.api_keys):
             raise ConfigurationError("an API key must not be empty")
-        make_ordering(self.preset.ordering)
         make_router(self.preset.routing)
 
 
@@ -150,7 +148,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             scheduler=config.preset.scheduler,
             max_model_len=config.max_model_len,
-            ordering=config.preset.ordering,
+            policy=config.preset.policy,
             prefix_caching=config.preset.prefix_caching,
         )
         for number in range(config.num_replicas)

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from expediter.assembly.presets import Preset, load_preset
-from expediter.assembly.scheduler import build_scheduler
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
-from expediter.core.slo import Slo
+from expediter.core.slo import NO_SLO, Slo
 from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.roofline import RooflineModel, kv_capacity
 from expediter.perfmodel.shapes import shape_named
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.ordering import Ordering
+from expediter.scheduling.ordering.base import Ordering
 from expediter.sim.cluster import Cluster
 from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
@@ -50,8 +50,9 @@ class SimulationConfig:
         replicas: number of them.
         slo: targets for attainment and goodput.
         routing: name of a routing policy.
-        ordering: name, or an object of one's own with the `Ordering` protocol. One object serves all replicas, so it
-            must keep no state about any of them.
+        policy: names of the parts; None for the preset's.
+        ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
+        knows_step_time: schedulers start from the simulation's own step-time model instead of learning from nothing.
         max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler.
         block_size: tokens per KV block.
         num_blocks: KV blocks per replica; None for what the GPUs hold beside the weights.
@@ -70,7 +71,9 @@ class SimulationConfig:
     replicas: int = 1
     slo: Slo = DEFAULT_SLO
     routing: str | None = None
-    ordering: str | Ordering | None = None
+    policy: PolicyConfig | None = None
+    ordering: str | type[Ordering] | None = None
+    knows_step_time: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
@@ -129,7 +132,8 @@ class Simulation:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
-        self._cluster.run(requests.requests() if isinstance(requests, Trace) else requests, progress)
+        stream = requests.requests() if isinstance(requests, Trace) else requests
+        self._cluster.run((self._with_targets(request) for request in stream), progress)
         return build_report(
             self.metrics,
             slo=self._config.slo,
@@ -139,6 +143,10 @@ class Simulation:
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
         )
+
+    def _with_targets(self, request: Request) -> Request:
+        """Give a request without targets the simulation's: schedulers must know what they are judged by."""
+        return replace(request, slo=self._config.slo) if request.slo == NO_SLO else request
 
 
 def build_simulation(config: SimulationConfig) -> Simulation:
@@ -150,7 +158,10 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     """
     preset = load_preset(config.preset)
     limits = _limits(config, preset)
-    ordering = preset.ordering if config.ordering is None else config.ordering
+    policy = preset.policy if config.policy is None else config.policy
+    if isinstance(config.ordering, str):
+        policy = replace(policy, ordering=config.ordering)
+    own_ordering = None if isinstance(config.ordering, str) else config.ordering
     block_size = preset.block_size if config.block_size is None else config.block_size
     prefix_caching = preset.prefix_caching if config.prefix_caching is None else config.prefix_caching
     routing = preset.routing if config.routing is None else config.routing
@@ -168,10 +179,10 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             replica_id,
             build_scheduler(
                 config=limits,
-                ordering=ordering,
-                prefix_caching=prefix_caching,
-                num_blocks=num_blocks,
-                block_size=block_size,
+                cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
+                policy=policy,
+                ordering=None if own_ordering is None else own_ordering(),
+                prior=step_time if config.knows_step_time else None,
             ),
             SimulatedExecutor(
                 num_blocks=num_blocks,
@@ -193,7 +204,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         "tensor_parallel": config.tensor_parallel,
         "replicas": config.replicas,
         "routing": routing,
-        "ordering": ordering if isinstance(ordering, str) else type(ordering).__name__,
+        "policy": asdict(policy) | ({} if own_ordering is None else {"ordering": own_ordering.__name__}),
         "step_time": type(step_time).__name__,
         "prefix_caching": prefix_caching,
         "block_size": block_size,

@@ -98,6 +98,6 @@ def _preset(args: argparse.Namespace) -> Preset:
     return replace(
         preset,
         scheduler=scheduler,
-        ordering=args.scheduling_policy or preset.ordering,
+        policy=replace(preset.policy, ordering=args.scheduling_policy or preset.policy.ordering),
         block_size=args.block_size if args.block_size is not None else preset.block_size,
     )

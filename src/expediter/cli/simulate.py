@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the trace or a flag cannot be used.
     """
-    from expediter.assembly.simulation import SimulationConfig, build_simulation  # noqa: PLC0415 - numpy and pyarrow
-    from expediter.core.slo import parse_slo  # noqa: PLC0415 - beside the line above
-    from expediter.sim.trace_readers import read_trace  # noqa: PLC0415 - pyarrow
+    from expediter.assembly.simulation import SimulationConfig, build_simulation
+    from expediter.core.slo import parse_slo
+    from expediter.sim.trace_readers import read_trace
 
     config = SimulationConfig(
         preset=args.preset,
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _output(name: str | None) -> Iterator[BinaryIO | None]:
     """Open an output file before the work is done, so that a bad path costs no simulation."""
-    from expediter.core.errors import ConfigurationError  # noqa: PLC0415 - `--help` needs no package but this one
+    from expediter.core.errors import ConfigurationError
 
     if name is None:
         yield None
@@ -135,8 +135,8 @@ def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console  # noqa: PLC0415 - only for a terminal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415 - as above
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("simulating"),
@@ -151,14 +151,14 @@ def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
 
 
 def _print_report(report: Report) -> None:
-    from rich.console import Console  # noqa: PLC0415 - imported when there is something to print
-    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.console import Console
+    from rich.table import Table
 
     console = Console()
     setup, counts = report.configuration, report.requests
     console.print(
         f"[bold]{setup['model']}[/] on {setup['replicas']} x {setup['tensor_parallel']} {setup['gpu']}, preset "
-        f"{setup['preset']}, {setup['ordering']}, {setup['routing']}, {setup['num_blocks']} blocks of "
+        f"{setup['preset']}, {setup['policy']['ordering']}, {setup['routing']}, {setup['num_blocks']} blocks of "
         f"{setup['block_size']} tokens each"
     )
     if report.trace is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from expediter.core.errors import ReplicaError
+from expediter.scheduling.build import PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
 
 
@@ -21,7 +22,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_memory_bytes: memory of the KV pool; None to derive it from what is free.
         scheduler: limits; its max_model_len is replaced by `max_model_len` or by what model and pool can hold.
         max_model_len: asked for by the operator, in tokens: refused if the pool cannot hold it. None: as long as fits.
-        ordering, prefix_caching: of the preset.
+        policy, prefix_caching: of the preset.
         socket_fd: inherited end of the socket pair to the gateway.
         parent_pid: the gateway; the replica exits when it is gone.
     """
@@ -36,7 +37,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None
     scheduler: SchedulerConfig
     max_model_len: int | None
-    ordering: str
+    policy: PolicyConfig
     prefix_caching: bool
     socket_fd: int = -1
     parent_pid: int = -1

@@ -48,8 +48,8 @@ class SlackBudget:
 
     A decode's next token is due at its first token's time plus its pace times the tokens since; who is early has slack
     to lend to prompts. Who is late by more than two tokens cannot be helped by short steps and does not count. What a
-    step computes for free beside the weights it reads anyway is always allowed. Source: the dynamic chunk of QoServe and
-    Niyama, with a fitted model.
+    step computes for free beside the weights it reads anyway is always allowed. Source: the dynamic chunk of QoServe
+    and Niyama, with a fitted model.
 
     Args:
         max_num_batched_tokens: upper limit whatever the slack.

@@ -87,7 +87,15 @@ class DecodingBatch:
         keep[rows] = False
         size = self.size - len(left)
         self.counters[:, :size] = self.counters[:, : self.size][:, keep]
-        columns = (self.slots, self.last_tokens, self.states, self._first_s, self._pace_s, self._min_output, self._stops)
+        columns = (
+            self.slots,
+            self.last_tokens,
+            self.states,
+            self._first_s,
+            self._pace_s,
+            self._min_output,
+            self._stops,
+        )
         for column in columns:
             column[:size] = column[: self.size][keep]
         self.states[size : self.size] = None

@@ -1,7 +1,7 @@
 """How long outputs get, from what came before.
 
-Nobody knows a request's output length when it arrives. Similar requests are the best guess: those of the same tenant whose
-prompts had about the same length. A guess is a distribution, conditioned on the tokens that exist already: a
+Nobody knows a request's output length when it arrives. Similar requests are the best guess: those of the same tenant
+whose prompts had about the same length. A guess is a distribution, conditioned on the tokens that exist already: a
 request that has outlived the median is expected to be one of the long ones.
 """
 
@@ -55,11 +55,11 @@ class _Histogram:
 
 
 def _bucket(length: int) -> int:
-    return min(_NUM_BUCKETS - 1, max(0, math.floor(math.log(max(length, 1), _RATIO))))
+    return min(_NUM_BUCKETS - 1, int(math.log(max(length, 1), _RATIO)))
 
 
 def _middle(bucket: int) -> int:
-    return max(1, round(_RATIO ** (bucket + 0.5)))
+    return max(1, round(math.pow(_RATIO, bucket + 0.5)))
 
 
 class OutputLengths:

@@ -1,8 +1,8 @@
 """A step-time model that learns from the replica's own steps.
 
 Recursive least squares on the features of a step, starting from an analytic prior: the prior's prediction is itself a
-feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do not drown the
-many short decodes. The model also tracks by how much it is exceeded, so that who needs a bound can ask for one.
+feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do not drown
+the many short decodes. The model also tracks by how much it is exceeded, so that who needs a bound can ask for one.
 """
 
 from __future__ import annotations

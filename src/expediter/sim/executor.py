@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from expediter.core.errors import InvariantError
@@ -49,9 +51,7 @@ class SimulatedExecutor:
         """
         if self._is_closed:
             raise InvariantError("executor is closed")
-        return StepResult(
-            step_id=plan.step_id, tokens=self._tokens(plan), elapsed_s=sum(self.durations_s(plan, plan.num_steps))
-        )
+        return self.result(plan, self.durations_s(plan, plan.num_steps))
 
     def durations_s(self, plan: StepPlan, num_steps: int) -> list[float]:
         """Return how long each of `num_steps` steps in a row takes; above 1 for plans of decodes only."""
@@ -60,9 +60,14 @@ class SimulatedExecutor:
         durations: list[float] = self._step_time.decode_run_s(plan.features, num_steps).tolist()
         return durations
 
-    def result(self, plan: StepPlan, elapsed_s: float) -> StepResult:
-        """Return the plan's result where the duration is known already; `execute` without asking the model again."""
-        return StepResult(step_id=plan.step_id, tokens=self._tokens(plan), elapsed_s=elapsed_s)
+    def result(self, plan: StepPlan, durations_s: Sequence[float]) -> StepResult:
+        """Return the plan's result where the durations are known already; `execute` without asking the model again."""
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=self._tokens(plan),
+            elapsed_s=sum(durations_s),
+            durations_s=tuple(durations_s),
+        )
 
     def close(self) -> None:
         self._is_closed = True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected, RejectReason
 from expediter.core.request import FinishReason, Request
+from expediter.core.slo import NO_SLO, Slo
 
 
 class Outcome(enum.Enum):
@@ -32,6 +33,8 @@ class RequestRecord:
     arrival_s: float
     num_prompt_tokens: int
     replica_id: int
+    slo: Slo = NO_SLO
+    tenant: str = ""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_scheduled_s: float | None = None
@@ -55,6 +58,13 @@ class RequestRecord:
         if self.outcome is not Outcome.FINISHED or self.ended_s is None:
             return None
         return self.ended_s - self.arrival_s
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it finished within its targets."""
+        return (
+            self.e2e_s is not None and self.ttft_s is not None and self.slo.is_met(self.ttft_s, self.tpot_s, self.e2e_s)
+        )
 
     @property
     def tpot_s(self) -> float | None:
@@ -96,7 +106,9 @@ class MetricsCollector:
     def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
         if request.request_id in self._records:
             raise InvariantError(f"request {request.request_id} arrived twice")
-        self._records[request.request_id] = RequestRecord(now_s, request.num_prompt_tokens, replica_id)
+        self._records[request.request_id] = RequestRecord(
+            now_s, request.num_prompt_tokens, replica_id, request.slo, request.tenant
+        )
         self.last_event_s = now_s
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import Final
 
@@ -55,7 +55,7 @@ class SimulatedReplica:
         self._num_inbox_tokens = 0
         self._num_requests = 0
         self._plan: StepPlan | None = None
-        self._started_s = 0.0
+        self._durations_s: list[float] = []
         self._ends_s: list[float] = []
         self._end_ticket = -1
         self._is_woken = False
@@ -107,11 +107,13 @@ class SimulatedReplica:
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
             return
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps else 1
-        durations = self._executor.durations_s(plan, num_steps)
+        self._durations_s = self._executor.durations_s(plan, num_steps)
         # One addition per step, from the left, as single steps would do it.
-        self._ends_s = list(accumulate(durations, initial=now_s))[1:]
+        self._ends_s = list(accumulate(self._durations_s, initial=now_s))[1:]
+        if num_steps > 1:
+            # A plan made after that moment may differ, so the step in progress then is the last of the jump.
+            del self._ends_s[bisect_right(self._ends_s, self.scheduler.queue_changes_s(now_s)) + 1 :]
         self._plan = plan
-        self._started_s = now_s
         self._schedule_end()
 
     def _finish_step(self, now_s: float) -> None:
@@ -119,7 +121,7 @@ class SimulatedReplica:
         assert plan is not None
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
-        result = self._executor.result(plan, now_s - self._started_s)
+        result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
         self._emit(self.scheduler.apply(result, now_s))

@@ -95,7 +95,7 @@ def build_report(
     counts = metrics.counts()
     first_s = records[0].arrival_s if records else 0.0
     simulated_s = metrics.last_event_s - first_s
-    num_met = sum(_meets(record, slo) for record in records)
+    num_met = sum(record.is_met for record in records)
     num_output = sum(record.num_output_tokens for record in records)
     goodput = num_met / simulated_s if simulated_s > 0 else None
     return Report(
@@ -120,10 +120,6 @@ def build_report(
         trace=trace,
         configuration=configuration,
     )
-
-
-def _meets(record: RequestRecord, slo: Slo) -> bool:
-    return record.e2e_s is not None and record.ttft_s is not None and slo.is_met(record.ttft_s, record.tpot_s)
 
 
 def _hit_rate(records: Sequence[RequestRecord]) -> float | None:

@@ -22,9 +22,9 @@ from expediter.core.events import (
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits
 from expediter.core.request import FinishReason, Request
-from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.ordering import Ordering, make_ordering
+from expediter.scheduling.ordering.base import Ordering
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.fake_executor import FakeExecutor, toy_generate
 
@@ -149,20 +149,19 @@ class SchedulerDriver:
         *,
         num_blocks: int,
         block_size: int,
-        ordering: Ordering | str = "fcfs",
+        policy: PolicyConfig | None = None,
+        ordering: Ordering | None = None,
         prefix_caching: bool = True,
         vocab_size: int = 50,
         checks_blocks: bool = True,
     ) -> SchedulerDriver:
         """Return a driver of a new scheduler over an empty KV cache."""
-        kv = KVCacheManager(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            prefix_caching=prefix_caching,
+        scheduler = build_scheduler(
+            config=config,
+            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
+            policy=policy,
+            ordering=ordering,
         )
-        scheduler = Scheduler(config, kv, make_ordering(ordering) if isinstance(ordering, str) else ordering)
         return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks)
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ class SchedulerDriver:
                 state = self.scheduler.find(request_id)
                 _require(state is not None and state.request is request, f"{request_id} is queued but not to be found")
                 assert state is not None
-                key = (self.scheduler.ordering.key(state), state.sequence)
+                key = (self.scheduler.policy.rules.ordering.urgency(state, self.now_s), state.sequence)
                 self.requests.pop(request_id, None)
                 expected = expected_output(request, self.executor.limits.vocab_size)
                 self.requests[request_id] = DrivenRequest(request, expected, key)

@@ -1,14 +1,14 @@
 """The SLO policy's order: serve whom it helps, earliest deadline first; who cannot make it steps behind them.
 
-Prompts share one resource, the tokens that a replica prefills per second. If not everybody's first token can be in time,
-the most requests (by value) are when the queue is served by deadline without those that cost most and spoil the rest:
-Moore and Hodgson's algorithm. Deadline order alone would serve the hopeless first, and shortest-first would give up long
-requests that could be in time.
+Prompts share one resource, the tokens that a replica prefills per second. If not everybody's first token can be in
+time, the most requests (by value) are when the queue is served by deadline without those that cost most and spoil the
+rest: Moore and Hodgson's algorithm. Deadline order alone would serve the hopeless first, and shortest-first would give
+up long requests that could be in time.
 
 There are three lanes. *Hopeful* requests can all be in time, by deadline. *Spare* ones could be alone, but not with the
 hopeful ones; least work first, whenever no hopeful one waits. *Late* ones are certain to miss; oldest first, after
-everybody else, but one of `late_share` admissions goes to a late one that waited longer than `max_late_wait_s`, so nobody
-starves.
+everybody else, but one of `late_share` admissions goes to a late one that waited longer than `max_late_wait_s`, so
+nobody starves.
 
 The lanes are dealt anew when a part of the queue has changed: O(log n) per change, amortized.
 """
@@ -93,9 +93,9 @@ class SloOrdering:
     def first(self, now_s: float) -> RequestState | None:
         self._deal_if_stale(now_s)
         late = self._late.first()
-        if late is not None and self._since_late >= self._late_share:
-            if now_s - late[0][0] > self._max_late_wait_s:
-                return late[1]
+        has_share = self._since_late >= self._late_share
+        if late is not None and has_share and now_s - late[0][0] > self._max_late_wait_s:
+            return late[1]
         for lane in (self._hopeful, self._spare):
             head = self._head_in_time(lane, now_s)
             if head is not None:

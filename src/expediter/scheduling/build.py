@@ -1,4 +1,4 @@
-"""Policy parts by name."""
+"""Policy parts by name, and a scheduler put together from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ports import StepTimeModel
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching, IterationLevel, PromptsFirst, StallFree, StaticBatches
 from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
@@ -18,7 +19,7 @@ from expediter.scheduling.ordering.base import Ordering
 from expediter.scheduling.ordering.simple import EarliestDeadline, Fcfs, Lifo, PriorityOrder, ShortestPredicted
 from expediter.scheduling.ordering.slo import SloOrdering
 from expediter.scheduling.preemption import LastInFirstOut, LeastValue, LowestPriority, VictimRule
-from expediter.scheduling.scheduler import Policy
+from expediter.scheduling.scheduler import Policy, Scheduler
 
 _Part = TypeVar("_Part")
 
@@ -102,3 +103,47 @@ def make_policy(names: PolicyConfig, around: Surroundings, ordering: Ordering | 
         victims=VICTIM_RULES[names.victims](around),
     )
     return Policy(batching=BATCHINGS[names.batching](), rules=rules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache of a replica.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        prefix_caching: whether ended requests leave their KV for reuse.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    prefix_caching: bool = True
+
+
+def build_scheduler(
+    *,
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    policy: PolicyConfig | None = None,
+    ordering: Ordering | None = None,
+    prior: StepTimeModel | None = None,
+) -> Scheduler:
+    """Return a scheduler over an empty KV cache.
+
+    Args:
+        policy: names of the parts; None for those of `PolicyConfig`.
+        ordering: an object of one's own instead of the policy's; it serves this scheduler only.
+        prior: analytic step-time model that the policy starts from, if there is one.
+    Raises:
+        ConfigurationError: a limit or a name is wrong.
+    """
+    kv = KVCacheManager(
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        prefix_caching=cache.prefix_caching,
+    )
+    knowledge = Knowledge(prior)
+    parts = make_policy(policy or PolicyConfig(), Surroundings(config, kv, knowledge), ordering)
+    return Scheduler(config, kv, parts, knowledge)
