@@ -1,6 +1,7 @@
 """Step-time models: a run of decodes equals its single steps to the last bit; more work never takes less time."""
 
 import csv
+import gzip
 import statistics
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from expediter.perfmodel.hardware import GPU_NAMES, gpu_named
 from expediter.perfmodel.roofline import RooflineModel
 from expediter.perfmodel.shapes import shape_named
 
-MEASURED = Path(__file__).parents[3] / "shared" / "data" / "perf" / "splitwise_medians.csv"
+DATA = Path(__file__).parents[3] / "shared" / "data" / "perf"
+NO_DATA = "needs the measured latencies, which are not part of this repository"
+MEASURED = DATA / "splitwise_medians.csv"
 
 rooflines = st.builds(
     lambda model, gpu, n: RooflineModel(shape_named(model), gpu_named(gpu), n),
@@ -91,7 +94,7 @@ def measured(hardware, tensor_parallel):
                 yield prompt, batch, float(row["prefill_ms"]) / 1e3, float(row["decode_ms_per_token"]) / 1e3
 
 
-@pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured latencies, which are not part of this repository")
+@pytest.mark.skipif(not MEASURED.exists(), reason=NO_DATA)
 @pytest.mark.parametrize("tensor_parallel", [4, 8])
 @pytest.mark.parametrize(("hardware", "gpu"), [("a100-80gb", "a100-80g"), ("h100-80gb", "h100")])
 def test_against_published_latencies(hardware, gpu, tensor_parallel):
@@ -108,6 +111,38 @@ def test_against_published_latencies(hardware, gpu, tensor_parallel):
         decode.append(abs(model.step_time_s(features(num_decodes=batch, context=batch * prompt)) / decode_s - 1))
     assert statistics.median(prefill) < 0.25
     assert statistics.median(decode) < 0.45
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=NO_DATA)
+@pytest.mark.parametrize(
+    ("model", "backend", "shape"), [("Llama-3.1-8B", "trtllm", "llama-3.1-8b"), ("Qwen3-32B", "vllm", "qwen3-32b")]
+)
+def test_against_published_serving_latencies(model, backend, shape):
+    """Time per output token of whole engines under load (AIConfigurator, Apache-2.0), H100, no quantization stated.
+
+    In the steady state of `concurrency` requests each step decodes all of them and prefills input / output tokens for
+    each, which is what is predicted here.
+    """
+    errors = []
+    with gzip.open(DATA / "silicon_h100.csv.gz", "rt") as file:
+        for row in csv.DictReader(file):
+            is_plain = row["mode"] == "agg" and {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}
+            if not is_plain or model not in row["model_path"] or row["backend"] != backend or row["gemm_quant_mode"]:
+                continue
+            batch, num_input, num_output = (int(float(row[name])) for name in ("batch_size", "isl", "osl"))
+            chunk = batch * num_input / num_output
+            load = StepFeatures(
+                num_tokens=round(batch + chunk),
+                num_seqs=batch + 1,
+                num_decodes=batch,
+                decode_context_tokens=batch * (num_input + num_output // 2),
+                prefill_attention=chunk * num_input / 2,
+            )
+            gpus = int(float(row["tp_size"]))
+            predicted_s = RooflineModel(shape_named(shape), gpu_named("h100"), gpus).step_time_s(load)
+            errors.append(abs(predicted_s / (float(row["silicon_tpot_ms"]) / 1e3) - 1))
+    assert len(errors) > 80
+    assert statistics.median(errors) < 0.15
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -98,6 +98,20 @@ def test_a_trace_that_is_not_there(tmp_path, trace):
         command("--trace", str(tmp_path / "none"))
 
 
+def test_the_trace_that_comes_along(capsys):
+    assert report_of(capsys, "--trace", "demo", "--limit", "20")["requests"]["finished"] == 20
+    with pytest.raises(ConfigurationError, match="come with Expediter: demo"):
+        command("--trace", "demon")
+
+
+def test_progress_on_a_terminal(trace, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("rich.progress.Progress.update", lambda bar, task, completed: shown.append(completed))
+    assert command("--trace", trace) == 0
+    assert shown == [20]
+
+
 def test_building_the_parser_imports_nothing_heavy():
     program = (
         "import argparse, sys; from expediter.cli import simulate; "

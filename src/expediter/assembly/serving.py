@@ -134,8 +134,12 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
 
 
 def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
-    """Return what each replica is told. They share the machine's CPU threads evenly."""
-    num_threads = max(len(os.sched_getaffinity(0)) // config.num_replicas, 1)
+    """Return what each replica is told. They share the CPU's cores evenly, but for one that is left to the gateway.
+
+    Threads of a matrix product wait for each other actively: with one more than there are free cores, a step takes
+    several times as long.
+    """
+    num_threads = max((_num_cores() - 1) // config.num_replicas, 1)
     return [
         ReplicaSpec(
             replica_id=number,
@@ -153,6 +157,13 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
         )
         for number in range(config.num_replicas)
     ]
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConfig:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from expediter.assembly.presets import Preset, load_preset
+from expediter.assembly.presets import load_preset
+from expediter.assembly.traces import TRACE_NAMES, load_trace
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
@@ -32,8 +33,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import Report, build_report
-from expediter.sim.trace import Trace, trace_summary
-from expediter.sim.trace_readers import read_trace
+from expediter.sim.trace import Trace, TraceError, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
@@ -149,6 +149,21 @@ class Simulation:
         return replace(request, slo=self._config.slo) if request.slo == NO_SLO else request
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    """A configuration with every choice made."""
+
+    preset: str
+    limits: SchedulerConfig
+    policy: PolicyConfig
+    own_ordering: type[Ordering] | None
+    routing: str
+    prefix_caching: bool
+    block_size: int
+    num_blocks: int
+    step_time: StepTimeModel
+
+
 def build_simulation(config: SimulationConfig) -> Simulation:
     """Wire schedulers, step-time model, replicas and router together.
 
@@ -156,40 +171,27 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         ConfigurationError: a name does not exist (the message lists those that do), a limit is wrong, or the model
             does not fit the GPUs.
     """
-    preset = load_preset(config.preset)
-    limits = _limits(config, preset)
-    policy = preset.policy if config.policy is None else config.policy
-    if isinstance(config.ordering, str):
-        policy = replace(policy, ordering=config.ordering)
-    own_ordering = None if isinstance(config.ordering, str) else config.ordering
-    block_size = preset.block_size if config.block_size is None else config.block_size
-    prefix_caching = preset.prefix_caching if config.prefix_caching is None else config.prefix_caching
-    routing = preset.routing if config.routing is None else config.routing
-    step_time = config.step_time
-    if step_time is None:
-        step_time = RooflineModel(shape_named(config.model), gpu_named(config.gpu), config.tensor_parallel)
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+    setup = _resolve(config)
     loop, metrics = EventLoop(), MetricsCollector()
     observers = Observers(metrics)
     replicas = [
         SimulatedReplica(
             replica_id,
             build_scheduler(
-                config=limits,
-                cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-                policy=policy,
-                ordering=None if own_ordering is None else own_ordering(),
-                prior=step_time if config.knows_step_time else None,
+                config=setup.limits,
+                cache=CacheConfig(
+                    num_blocks=setup.num_blocks, block_size=setup.block_size, prefix_caching=setup.prefix_caching
+                ),
+                policy=setup.policy,
+                ordering=None if setup.own_ordering is None else setup.own_ordering(),
+                prior=setup.step_time if config.knows_step_time else None,
             ),
             SimulatedExecutor(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_model_len=limits.max_model_len,
-                max_num_seqs=limits.max_num_seqs,
-                step_time=step_time,
+                num_blocks=setup.num_blocks,
+                block_size=setup.block_size,
+                max_model_len=setup.limits.max_model_len,
+                max_num_seqs=setup.limits.max_num_seqs,
+                step_time=setup.step_time,
             ),
             loop,
             observers,
@@ -197,30 +199,74 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         )
         for replica_id in range(config.replicas)
     ]
-    description = {
-        "preset": preset.name,
+    cluster = Cluster(replicas, make_router(setup.routing), loop, observers)
+    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup))
+
+
+def _resolve(config: SimulationConfig) -> _Setup:
+    preset = load_preset(config.preset)
+    policy = preset.policy if config.policy is None else config.policy
+    step_time, num_blocks = config.step_time, config.num_blocks
+    block_size = preset.block_size if config.block_size is None else config.block_size
+    if step_time is None:
+        step_time = RooflineModel(shape_named(config.model), gpu_named(config.gpu), config.tensor_parallel)
+    if num_blocks is None:
+        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
+        num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    return _Setup(
+        preset=preset.name,
+        limits=replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None}),
+        policy=replace(policy, ordering=config.ordering) if isinstance(config.ordering, str) else policy,
+        own_ordering=None if isinstance(config.ordering, str) else config.ordering,
+        routing=preset.routing if config.routing is None else config.routing,
+        prefix_caching=preset.prefix_caching if config.prefix_caching is None else config.prefix_caching,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        step_time=step_time,
+    )
+
+
+def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
+    return {
+        "preset": setup.preset,
         "model": config.model,
         "gpu": config.gpu,
         "tensor_parallel": config.tensor_parallel,
         "replicas": config.replicas,
-        "routing": routing,
-        "policy": asdict(policy) | ({} if own_ordering is None else {"ordering": own_ordering.__name__}),
-        "step_time": type(step_time).__name__,
-        "prefix_caching": prefix_caching,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_model_len": limits.max_model_len,
+        "routing": setup.routing,
+        "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
+        "step_time": type(setup.step_time).__name__,
+        "prefix_caching": setup.prefix_caching,
+        "block_size": setup.block_size,
+        "num_blocks": setup.num_blocks,
+        "max_num_seqs": setup.limits.max_num_seqs,
+        "max_num_batched_tokens": setup.limits.max_num_batched_tokens,
+        "max_model_len": setup.limits.max_model_len,
     }
-    cluster = Cluster(replicas, make_router(routing), loop, observers)
-    return Simulation(config, cluster, replicas, metrics, observers, description)
 
 
-def _limits(config: SimulationConfig, preset: Preset) -> SchedulerConfig:
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return replace(preset.scheduler, **changes)
+def prepare_trace(
+    name: str | Path, *, rate_scale: float = 1.0, limit: int | None = None, seed: int = 0, spread_ticks: bool = True
+) -> Trace:
+    """Return a trace by name or from a file, cut and sped up.
+
+    Args:
+        name: one of `TRACE_NAMES`, or a file in a known format (see `sim.trace_readers`).
+        rate_scale: arrival rate as a multiple of the trace's.
+        limit: most requests.
+        seed, spread_ticks: as in `read_trace`.
+    Raises:
+        TraceError: there is no such trace (the message lists names and formats), or it is malformed.
+        ConfigurationError: `rate_scale` or `limit` is out of range.
+    """
+    try:
+        trace = load_trace(name, seed=seed, spread_ticks=spread_ticks)
+    except TraceError as error:
+        if Path(name).is_file():
+            raise
+        raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 
 
 def simulate(
@@ -235,7 +281,7 @@ def simulate(
     """Simulate a trace in one call.
 
     Args:
-        trace: a file in a known format, a `Trace`, or requests in order of arrival.
+        trace: name or file (see `prepare_trace`), a `Trace`, or requests in order of arrival.
         rate_scale: arrival rate as a multiple of the trace's; for traces only.
         limit: most requests; for traces only.
         seed: of the spread of arrivals within coarse ticks; for files only.
@@ -246,7 +292,7 @@ def simulate(
     """
     simulation = build_simulation(SimulationConfig(**config))
     if isinstance(trace, str | Path):
-        trace = read_trace(trace, seed=seed)
-    if isinstance(trace, Trace):
+        trace = prepare_trace(trace, rate_scale=rate_scale, limit=limit, seed=seed)
+    elif isinstance(trace, Trace):
         trace = (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
     return simulation.run(trace, events=events)

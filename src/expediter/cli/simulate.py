@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from expediter.sim.report import Distribution, Report
 
 
@@ -22,7 +24,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=run)
     what = parser.add_argument_group("what is asked for")
-    what.add_argument("--trace", required=True, metavar="FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl")
+    what.add_argument(
+        "--trace", required=True, metavar="NAME|FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl; or: demo"
+    )
     what.add_argument(
         "--rate-scale",
         type=float,
@@ -77,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the trace or a flag cannot be used.
     """
-    from expediter.assembly.simulation import SimulationConfig, build_simulation
+    from expediter.assembly.simulation import (
+        SimulationConfig,
+        build_simulation,
+        prepare_trace,
+    )
     from expediter.core.slo import parse_slo
-    from expediter.sim.trace_readers import read_trace
 
     config = SimulationConfig(
         preset=args.preset,
@@ -96,10 +103,13 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         num_blocks=args.num_gpu_blocks_override,
     )
-    trace = read_trace(args.trace, seed=args.seed, spread_ticks=not args.no_spread_ticks)
-    if args.limit is not None:
-        trace = trace.take(args.limit)
-    trace = trace.at_rate(args.rate_scale)
+    trace = prepare_trace(
+        args.trace,
+        rate_scale=args.rate_scale,
+        limit=args.limit,
+        seed=args.seed,
+        spread_ticks=not args.no_spread_ticks,
+    )
     simulation = build_simulation(config)
     with _output(args.events) as events, _output(None if args.json == "-" else args.json) as json_file:
         with _progress(len(trace)) as progress:
@@ -152,10 +162,9 @@ def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
 
 def _print_report(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    setup, counts = report.configuration, report.requests
+    setup = report.configuration
     console.print(
         f"[bold]{setup['model']}[/] on {setup['replicas']} x {setup['tensor_parallel']} {setup['gpu']}, preset "
         f"{setup['preset']}, {setup['policy']['ordering']}, {setup['routing']}, {setup['num_blocks']} blocks of "
@@ -169,6 +178,13 @@ def _print_report(report: Report) -> None:
             f"[bold]{trace.name}[/] {rate}, input {trace.input_tokens_mean:.0f} tokens, output "
             f"{trace.output_tokens_mean:.0f} on average{reuse}"
         )
+    console.print(_latency_table(report))
+    console.print(_facts_table(report))
+
+
+def _latency_table(report: Report) -> Table:
+    from rich.table import Table
+
     latency = Table(
         "seconds",
         "mean",
@@ -185,7 +201,13 @@ def _print_report(report: Report) -> None:
         ("E2E", report.e2e_s),
     ):
         latency.add_row(name, *_cells(values))
-    console.print(latency)
+    return latency
+
+
+def _facts_table(report: Report) -> Table:
+    from rich.table import Table
+
+    counts = report.requests
     facts = Table.grid(padding=(0, 2))
     for name, text in (
         (
@@ -201,7 +223,7 @@ def _print_report(report: Report) -> None:
         ("steps", f"{report.num_steps} in {report.simulated_s:.1f} s simulated, {report.wall_s:.2f} s real"),
     ):
         facts.add_row(name, text)
-    console.print(facts)
+    return facts
 
 
 def _cells(values: Distribution) -> list[str]:

@@ -24,9 +24,12 @@ class TorchExecutor:
     scheduler has it written again, so cached prefixes are read like any other context.
 
     What is promised of the tokens: greedy and seeded sampling depend on the request alone, not on the batch, the chunk
-    sizes, preemptions or prefix hits, except where two candidates tie to the last bits of the logits. Matrix products
-    round differently in batches of another size, by about 1e-6 of a logit in float32 and 1e-2 in bfloat16; in float32
-    on CPU that decides no token of the test suite, in bfloat16 and on CUDA it now and then does.
+    sizes, preemptions or prefix hits, except where two candidates tie to the last bits of their logits. Matrix products
+    of another size round differently: by up to 5e-5 of a logit for a 30-layer model in float32 on CPU, which decides no
+    token of the test suite, and by some 1e-2 in bfloat16, which now and then does.
+
+    Not supported, and refused: sliding-window layers, soft-capped scores, attention sinks, recurrent layers, keys and
+    values of different width.
 
     Args:
         model: in evaluation mode on its final device; its attention implementation is switched to ours.

@@ -66,7 +66,7 @@ class Sampler:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         # temperature, min_p, top_p; top_k apart because float32 would round it
-        self._shape = np.ones((max_num_seqs, 3), dtype=np.float32)
+        self._settings = np.ones((max_num_seqs, 3), dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self._adjustments: dict[int, _Adjustments] = {}
@@ -87,7 +87,7 @@ class Sampler:
         self._flags[slot] = flags
         self._num_prompt_tokens[slot] = request.num_prompt_tokens
         if flags & _RANDOM:
-            self._shape[slot] = params.temperature, params.min_p, params.top_p
+            self._settings[slot] = params.temperature, params.min_p, params.top_p
             self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
             seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
             self._seeds[slot] = np.uint64(seed % 2**64)
@@ -150,14 +150,14 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, slots: IntArray, output_indices: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return one random token per row, int64, shape [n]."""
-        shape = torch.from_numpy(self._shape[slots]).to(self._device)
+        settings = torch.from_numpy(self._settings[slots]).to(self._device)
         top_k = self._top_k[slots]
         keys = torch.from_numpy(noise_keys(self._seeds[slots], output_indices)).to(self._device)
-        scaled = logits / shape[:, :1]
-        if (self._shape[slots, 1] > 0).any():
+        scaled = logits / settings[:, :1]
+        if (self._settings[slots, 1] > 0).any():
             # min_p is relative to the best token: p >= min_p * p_max, which needs no normalisation.
-            scaled.masked_fill_(scaled < scaled.amax(dim=-1, keepdim=True) + shape[:, 1:2].log(), -torch.inf)
-        is_filtered = (top_k > 0) | (self._shape[slots, 2] < 1)
+            scaled.masked_fill_(scaled < scaled.amax(dim=-1, keepdim=True) + settings[:, 1:2].log(), -torch.inf)
+        is_filtered = (top_k > 0) | (self._settings[slots, 2] < 1)
         if not is_filtered.any():
             return _argmax(scaled + gumbel(keys, self._all_ids))
         drawn = torch.empty(len(slots), dtype=torch.int64, device=self._device)
@@ -165,7 +165,7 @@ class Sampler:
         if len(plain):
             drawn[plain] = _argmax(scaled[plain] + gumbel(keys[plain], self._all_ids))
         rows = self._index(np.flatnonzero(is_filtered))
-        drawn[rows] = _draw_filtered(scaled[rows], keys[rows], top_k[is_filtered], shape[rows, 2:], _NUCLEUS_WIDTH)
+        drawn[rows] = _draw_filtered(scaled[rows], keys[rows], top_k[is_filtered], settings[rows, 2:], _NUCLEUS_WIDTH)
         return drawn
 
     def _report(
@@ -175,7 +175,7 @@ class Sampler:
         ranks = (raw > own).sum(dim=-1).add_(1).tolist()
         wanted = self._num_logprobs[slots[rows]].tolist()
         best, best_ids = raw.topk(max(wanted), dim=-1)
-        own_values, best_values = _finite(own[:, 0]), _finite(best)
+        own_values, best_values = _finite(own[:, 0]).tolist(), _finite(best).tolist()
         reports: list[TokenLogprobs | None] = [None] * len(slots)
         for i, (row, num_top, ids) in enumerate(zip(rows.tolist(), wanted, best_ids.tolist(), strict=True)):
             top = tuple(zip(ids[:num_top], best_values[i][:num_top], strict=True))
@@ -251,9 +251,8 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(dim=-1)
 
 
-def _finite(logprobs: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as deeply as the tensor
-    lowest = _LOWEST_LOGPROB
-    return logprobs.nan_to_num(nan=lowest, neginf=lowest).clamp_(min=lowest).tolist()
+def _finite(logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs.nan_to_num(nan=_LOWEST_LOGPROB, neginf=_LOWEST_LOGPROB).clamp_(min=_LOWEST_LOGPROB)
 
 
 def _to_numpy(tokens: torch.Tensor) -> TokenArray:

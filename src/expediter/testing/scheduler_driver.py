@@ -78,7 +78,7 @@ class DrivenRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrivenStep:
-    """A plan, by request instead of by slot.
+    """A plan as it was made, by request instead of by slot; a jump is one of them.
 
     Attributes:
         entries: request id -> (first position, new tokens), in batch order.
@@ -86,7 +86,6 @@ class DrivenStep:
     """
 
     step_id: int
-    num_steps: int
     entries: dict[str, tuple[int, int]]
     decodes: tuple[str, ...]
     admitted: tuple[str, ...]
@@ -355,7 +354,6 @@ class SchedulerDriver:
         self.steps.append(
             DrivenStep(
                 step_id=plan.step_id,
-                num_steps=plan.num_steps,
                 entries=dict(zip(ids, ranges, strict=True)),
                 decodes=tuple(ids[: plan.num_decodes]),
                 admitted=admitted,
