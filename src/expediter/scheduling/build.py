@@ -14,8 +14,11 @@ from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Rules
 from expediter.scheduling.knowledge import Knowledge
-from expediter.scheduling.memory import FullReservation, MemoryRule, PagedMemory
+from expediter.scheduling.memory import FullReservation, MemoryRule, PagedMemory, PredictedPeak
 from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.fair import DeficitPrefix, FairShare
+from expediter.scheduling.ordering.feedback import FeedbackQueue
+from expediter.scheduling.ordering.prefix import LongestPrefix
 from expediter.scheduling.ordering.simple import EarliestDeadline, Fcfs, Lifo, PriorityOrder, ShortestPredicted
 from expediter.scheduling.ordering.slo import SloOrdering
 from expediter.scheduling.preemption import LastInFirstOut, LeastValue, LowestPriority, VictimRule
@@ -39,6 +42,10 @@ ORDERINGS: Mapping[str, Callable[[Surroundings], Ordering]] = {
     "priority": lambda _: PriorityOrder(),
     "earliest_deadline": lambda around: EarliestDeadline(around.knowledge),
     "shortest_predicted": lambda around: ShortestPredicted(around.knowledge),
+    "longest_prefix": lambda around: LongestPrefix(around.kv),
+    "fair_share": lambda around: FairShare(around.config.tenant_weights),
+    "deficit_prefix": lambda around: DeficitPrefix(around.kv, around.config.tenant_weights),
+    "feedback": lambda _: FeedbackQueue(),
     "slo": lambda around: SloOrdering(around.kv, around.knowledge),
 }
 BATCHINGS: Mapping[str, Callable[[], Batching]] = {
@@ -50,6 +57,7 @@ BATCHINGS: Mapping[str, Callable[[], Batching]] = {
 MEMORY_RULES: Mapping[str, Callable[[Surroundings], MemoryRule]] = {
     "paged": lambda around: PagedMemory(around.config.max_preemptions, around.config.watermark_blocks),
     "full": lambda _: FullReservation(),
+    "predicted_peak": lambda around: PredictedPeak(around.config.max_preemptions, around.knowledge),
 }
 BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
     "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),

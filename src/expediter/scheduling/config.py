@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from expediter.core.errors import ConfigurationError
 
@@ -20,6 +22,7 @@ class SchedulerConfig:
         max_bypasses: requests that may be admitted past one that does not fit; then it blocks the queue until it runs.
             This is the ageing bound of admission.
         max_scan: waiting requests looked at behind a blocked one, per step.
+        tenant_weights: share of each tenant under the fair orderings; 1 for who is not named.
         watermark_blocks: blocks that admission leaves available for the growth of what runs already.
     Raises:
         ConfigurationError: a limit is out of range.
@@ -32,6 +35,7 @@ class SchedulerConfig:
     max_bypasses: int = 32
     max_scan: int = 8
     watermark_blocks: int = 0
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scan"):
@@ -40,6 +44,9 @@ class SchedulerConfig:
         for name in ("max_preemptions", "max_bypasses", "watermark_blocks"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name)}")
+        for tenant, weight in self.tenant_weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigurationError(f"the weight of tenant {tenant!r} must be a number above 0, not {weight}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigurationError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

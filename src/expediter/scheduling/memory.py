@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from expediter.core.request import RequestState
+from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.running import RunningSet
 
 
@@ -48,6 +52,40 @@ class FullReservation:
 
     def spare_blocks(self, state: RequestState, running: RunningSet) -> int:  # noqa: ARG002 - the protocol's
         return 0
+
+
+class PredictedPeak:
+    """Blocks for the known tokens, if the predicted peak of everybody together fits.
+
+    Requests free their blocks when they end, so the peak of the future is not the sum of all lives: sorted by what is
+    left to generate, longest first, it is the most that the first i hold when the i-th ends. Source: Past-Future
+    (2507.10150).
+
+    Args:
+        max_preemptions: after so many, a request starts only with blocks for its whole life, and is safe then.
+    """
+
+    def __init__(self, max_preemptions: int, knowledge: Knowledge) -> None:
+        self._paged = PagedMemory(max_preemptions)
+        self._lengths = knowledge.lengths
+
+    def reserve_tokens(self, state: RequestState) -> int:
+        return self._paged.reserve_tokens(state)
+
+    def spare_blocks(self, state: RequestState, running: RunningSet) -> int:
+        if not len(running):
+            return 0  # alone it fits, whatever it grows to: else it would have been refused
+        states = [state, *running.prefilling, *running.decoding.states[: running.decoding.size].tolist()]
+        num_output = [len(s.output) for s in states[: 1 + len(running.prefilling)]]
+        num_output += running.decoding.counters[DecodingBatch.OUTPUT, : running.decoding.size].tolist()
+        left = np.array(
+            [self._lengths.predict(s.request, n) - n for s, n in zip(states, num_output, strict=True)], np.int64
+        )
+        left[::-1].sort()
+        growth = int((left * np.arange(1, len(left) + 1)).max())
+        # What is held now is taken already; only the growth up to the peak must still be found. Each sequence may also
+        # end in the middle of a block.
+        return -(-growth // running.kv.block_size)
 
 
 def _whole_life(state: RequestState) -> int:

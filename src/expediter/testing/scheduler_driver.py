@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -149,7 +149,7 @@ class SchedulerDriver:
         num_blocks: int,
         block_size: int,
         policy: PolicyConfig | None = None,
-        ordering: Ordering | None = None,
+        ordering: Ordering | str | None = None,
         prefix_caching: bool = True,
         vocab_size: int = 50,
         checks_blocks: bool = True,
@@ -158,8 +158,8 @@ class SchedulerDriver:
         scheduler = build_scheduler(
             config=config,
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=policy,
-            ordering=ordering,
+            policy=replace(policy or PolicyConfig(), ordering=ordering) if isinstance(ordering, str) else policy,
+            ordering=None if isinstance(ordering, str) else ordering,
         )
         return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks)
 
