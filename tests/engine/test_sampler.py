@@ -96,11 +96,11 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 def test_wide_nucleus_is_drawn_from_as_a_whole() -> None:
     """A nearly flat distribution has a nucleus far wider than the candidates that are looked at first."""
     logits = torch.linspace(0, 0.1, 2000)
-    counts = _many(SamplingParams(seed=1, top_p=0.9), logits, 20_000)
+    counts = _many(SamplingParams(seed=1, top_p=0.9), logits, 5_000)
     allowed = torch.nonzero(_reference(logits, SamplingParams(top_p=0.9)))[:, 0].tolist()
     assert set(counts) <= set(allowed)
-    assert len(counts) > 1700
-    assert max(counts.values()) < 40
+    assert len(counts) > 1600
+    assert max(counts.values()) < 20
 
 
 def test_noise_is_standard_gumbel_and_differs_between_keys() -> None:

@@ -137,9 +137,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10, what: str =
 @contextmanager
 def start_process(*command: str) -> Iterator[LiveServer]:
     """Run a server's command until the block ends; it has to print a line with its address."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONWARNINGS": "error"}
-    )
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     replicas: list[int] = []
     try:
         assert process.stdout is not None

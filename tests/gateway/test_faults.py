@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import LiveServer, children_of, is_alive, start_fake_server, wait_until
+from live_server import HERE, LiveServer, children_of, is_alive, start_fake_server, wait_until
 
 
 class Stream(threading.Thread):
@@ -76,14 +78,14 @@ def test_kill_9_of_a_replica_under_load(model_folder: Path) -> None:
         for stream in streams:
             stream.join(20)
         broken = [stream for stream in streams if not stream.is_complete]
-        assert len(broken) == 4, "requests are spread evenly, and those of the other replica go on"
+        assert 0 < len(broken) < len(streams), "both had requests, and those of the other replica go on"
         for stream in broken:
             assert_broken_off(stream)
         wait_until(lambda: server.metric("expediter:replica_up") == 2, what="replica back")
         assert is_alive(other)
         assert not is_alive(victim)
         assert server.metric("expediter:replica_restarts_total") == 1
-        assert server.metric("vllm:request_success_total", finished_reason="error") == 4
+        assert server.metric("vllm:request_success_total", finished_reason="error") == len(broken)
         served = {engine: server.metric("vllm:request_success_total", engine=engine) for engine in ("0", "1")}
         for _ in range(4):
             assert server.complete("again", max_tokens=2).status == 200
@@ -173,7 +175,7 @@ def test_draining_finishes_what_is_in_flight(model_folder: Path, number: signal.
         streams = [Stream(server, max_tokens=100) for _ in range(4)]
         wait_until(lambda: all(stream.raw for stream in streams))
         pids = server.replica_pids()
-        server.process.send_signal(number)
+        os.killpg(server.process.pid, number)  # as a terminal does it
         wait_until(lambda: server.get("/ready").status == 503)
         assert server.get("/health").status == 200
         refused = server.complete("new")
@@ -209,6 +211,18 @@ def test_what_does_not_finish_in_time_gets_an_error_event(model_folder: Path, ti
         assert not any(map(is_alive, pids))
 
 
+def test_a_signal_during_the_start_ends_it(model_folder: Path) -> None:
+    command = (sys.executable, str(HERE / "fake_server.py"), str(model_folder), "--replicas", "2", "--model", "toy")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            while len(children_of(process.pid)) < 2:
+                assert process.poll() is None
+            pids = children_of(process.pid)
+            os.killpg(process.pid, number)
+            assert process.wait(10) == 0
+        assert not any(map(is_alive, pids))
+
+
 def test_liveness_answers_during_a_burst(model_folder: Path) -> None:
     num_requests = 1280
 
@@ -237,7 +251,7 @@ def test_liveness_answers_during_a_burst(model_folder: Path) -> None:
             time.sleep(0.05)
         assert answers.result() == [b"HTTP/1.1 200 OK"] * num_requests
         assert len(waits) >= 3
-        assert max(waits) < 5, f"liveness took {max(waits):.2f} s"
+        assert max(waits) < 5
         wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
         assert server.metric("vllm:request_success_total") == num_requests
 

@@ -140,6 +140,17 @@ def test_usage_chunk(server: LiveServer, n: int, path: str) -> None:
         assert len({event["id"] for event in events}) == 1
 
 
+def test_usage_after_a_stop_string(slow_stop_server: LiveServer) -> None:
+    """The choices are aborted when the string is found; usage counts what was generated until then."""
+    _, reasons, events = streamed(
+        slow_stop_server, "one two three", n=2, stop="two", stream_options={"include_usage": True}
+    )
+    assert reasons == {0: "stop", 1: "stop"}
+    assert [event["choices"] == [] for event in events] == [False] * (len(events) - 1) + [True]
+    assert 14 <= events[-1]["usage"]["completion_tokens"] <= 16
+    assert slow_stop_server.metric("vllm:request_success_total", finished_reason="abort") == 0
+
+
 def test_chat_stream_shape(server: LiveServer) -> None:
     messages = [
         {"role": "developer", "content": "be brief; "},

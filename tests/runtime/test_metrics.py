@@ -36,8 +36,8 @@ def test_one_request_from_queue_to_end() -> None:
     replica.record([Finished("a", 14.0, FinishReason.LENGTH, 20, 3, 16, 1)])
     assert replica.num_live == 0
     want = {
-        "vllm:prefix_cache_queries_total": 42,
-        "vllm:prefix_cache_hits_total": 32,
+        "vllm:prefix_cache_queries_total": 20,
+        "vllm:prefix_cache_hits_total": 16,
         "vllm:num_preemptions_total": 1,
         "vllm:prompt_tokens_total": 20,
         "vllm:generation_tokens_total": 3,

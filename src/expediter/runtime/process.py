@@ -134,6 +134,8 @@ class SocketInbox:
             while data := self._sock.recv(_RECEIVE_BYTES):
                 for body in splitter.feed(data):
                     self._commands.put(_command_of(decode_gateway_frame(body)))
+        except ConnectionError:
+            logger.info("the gateway is gone")
         except (OSError, ReplicaError):
             logger.exception("the gateway's socket is unusable")
         self._commands.put(None)
@@ -201,7 +203,6 @@ class SocketSink:
 
 def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
     """Be a replica: read the spec from standard input, build, serve until the gateway is gone; return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway drains, then ends us
     spec = decode_spec(sys.stdin.buffer.read())
     _die_with_parent(spec.parent_pid)
     with socket.socket(fileno=spec.socket_fd) as sock:

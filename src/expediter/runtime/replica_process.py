@@ -43,7 +43,10 @@ class ReplicaProcess:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.PIPE, pass_fds=(theirs.fileno(),)
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains before it ends us
                 )
             except BaseException:
                 ours.close()

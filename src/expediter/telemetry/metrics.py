@@ -45,6 +45,7 @@ class _Live:
     """Times of one request that has not ended, in seconds of the replicas' clock."""
 
     arrival_s: float
+    num_prompt_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -66,8 +67,10 @@ class ServerMetrics:
         self._pending = self._gauge("expediter:num_pending_tokens", "Tokens whose KV is yet to be computed.")
         self._up = self._gauge("expediter:replica_up", "1 while the replica serves.")
         self._restarts = self._counter("expediter:replica_restarts", "Times a replica was started again.")
-        self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache, at a request's first admission."
+        )
+        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions.")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Output tokens.")
@@ -186,10 +189,13 @@ class ReplicaMetrics:
         self._restarts.inc()
 
     def _admitted(self, event: Admitted) -> None:
+        if event.resumed:
+            return
         self._queries.inc(event.num_known_tokens)
         self._hits.inc(event.num_cached_tokens)
         live = self._live.get(event.request_id)
-        if live is not None and live.first_scheduled_s is None:
+        if live is not None:
+            live.num_prompt_tokens = event.num_known_tokens
             live.first_scheduled_s = event.now_s
             self._queue.observe(max(event.now_s - live.arrival_s, 0.0))
 
@@ -197,6 +203,7 @@ class ReplicaMetrics:
         live = self._live.get(event.request_id)
         if live is not None:
             live.first_token_s = event.now_s
+            self._prompt_tokens.inc(live.num_prompt_tokens)
             self._ttft.observe(max(event.now_s - live.arrival_s, 0.0))
 
     def _finished(self, event: Finished) -> None:
@@ -205,8 +212,5 @@ class ReplicaMetrics:
             return  # it ended before, when its replica was lost
         self._success.labels(*self._labels, event.reason.value).inc()
         self._e2e.observe(max(event.now_s - live.arrival_s, 0.0))
-        if live.first_token_s is None:
-            return
-        self._prompt_tokens.inc(event.num_prompt_tokens)
-        if event.num_output_tokens > 1:
+        if live.first_token_s is not None and event.num_output_tokens > 1:
             self._tpot.observe((event.now_s - live.first_token_s) / (event.num_output_tokens - 1))
