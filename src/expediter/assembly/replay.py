@@ -19,9 +19,9 @@ from expediter.core.errors import ConfigurationError, ReplicaError
 from expediter.core.plan import StepFeatures
 from expediter.core.request import Request
 from expediter.core.slo import Slo
+from expediter.gateway.info import ServerInfo
 from expediter.perfmodel.fitted import FittedModel, fit_step_times
 from expediter.runtime.load_client import LoadClient, Outcome, TimedPrompt
-from expediter.scheduling.build import PolicyConfig
 from expediter.sim.prompt_text import trace_texts
 from expediter.sim.report import Distribution, Report
 from expediter.sim.trace import Trace
@@ -54,21 +54,6 @@ class _Step(msgspec.Struct):
 
 class _Steps(msgspec.Struct):
     steps: list[_Step]
-
-
-class ServerInfo(msgspec.Struct):
-    """What a server says of its own set-up at `/server_info`."""
-
-    preset: str
-    policy: PolicyConfig
-    prefix_caching: bool
-    routing: str
-    replicas: int
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
 
 
 class _Chat(msgspec.Struct):

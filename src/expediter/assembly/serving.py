@@ -18,6 +18,7 @@ from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
 from expediter.gateway.auth import ApiKeys
+from expediter.gateway.info import ServerInfo
 from expediter.gateway.middleware import Drain
 from expediter.gateway.server import StopSignals, bind, first_of, make_http_server, serve_until_signal
 from expediter.gateway.service import GatewayConfig, Service
@@ -167,10 +168,24 @@ def _num_cores() -> int:
 
 
 def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConfig:
+    preset, limits = config.preset, hellos[0].limits
+    max_model_len = min(hello.max_model_len for hello in hellos)
     return GatewayConfig(
         model_names=config.model_names,
-        max_model_len=min(hello.max_model_len for hello in hellos),
+        max_model_len=max_model_len,
         num_kv_tokens=min(hello.limits.num_blocks * hello.limits.block_size for hello in hellos),
+        info=ServerInfo(
+            preset=preset.name,
+            policy=preset.policy,
+            prefix_caching=preset.prefix_caching,
+            routing=preset.routing,
+            replicas=len(hellos),
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=preset.scheduler.max_num_seqs,
+            max_num_batched_tokens=preset.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        ),
     )
 
 

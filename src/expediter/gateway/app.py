@@ -67,6 +67,7 @@ class Api:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
             Route("/steps", self.steps, methods=["GET"]),
         ]
 
@@ -136,6 +137,9 @@ class Api:
 
     async def version(self, _: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+    async def server_info(self, _: HttpRequest) -> Response:
+        return _json(self._service.config.info)
 
     async def metrics(self, _: HttpRequest) -> Response:
         return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})

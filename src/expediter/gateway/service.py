@@ -20,6 +20,7 @@ from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.generation import Choice, Generation
+from expediter.gateway.info import ServerInfo
 from expediter.runtime.supervisor import Supervisor
 
 _INLINE_CHARACTERS: Final = 4096
@@ -40,6 +41,7 @@ class GatewayConfig:
         model_names: names under which the model is served; responses carry the first.
         max_model_len: longest prompt plus output, in tokens.
         num_kv_tokens: tokens that the smallest replica's KV pool holds.
+        info: the set-up, for who asks.
     Raises:
         ConfigurationError: a value is out of range.
     """
@@ -47,6 +49,7 @@ class GatewayConfig:
     model_names: tuple[str, ...]
     max_model_len: int
     num_kv_tokens: int
+    info: ServerInfo
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
