@@ -220,7 +220,7 @@ class Scheduler:
         spare = self.config.watermark_blocks if self.num_running else 0
         match = self.kv.match(tokens, salt)
         if self.ordering.displaces:
-            self._displace_for(state, match, self.kv.shortage(match, num_tokens, spare), draft)
+            self._displace_for(state, match, num_tokens, spare, draft)
             spare = spare if self.num_running else 0
         if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare):
             return False
@@ -229,8 +229,9 @@ class Scheduler:
         draft.add_chunk(state)
         return True
 
-    def _displace_for(self, state: RequestState, match: PrefixMatch, shortage: int, draft: Draft) -> None:
+    def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int, draft: Draft) -> None:
         """Preempt running requests of strictly lower priority, if that makes room for `state`, and nobody otherwise."""
+        shortage = self.kv.shortage(match, num_tokens, spare)
         if shortage <= 0 and self._free_slots:
             return
         newcomers = {admission.slot for admission in draft.admitted}
@@ -241,6 +242,8 @@ class Scheduler:
             if victim.slot not in newcomers:
                 victims.append(victim)
                 shortage -= self.kv.num_exclusive_blocks(victim.slot, match)
+        if len(victims) == self.num_running:
+            shortage -= spare  # which is for the growth of those who stay
         if not victims or shortage > 0:
             return
         for victim in victims:
