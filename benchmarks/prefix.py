@@ -124,7 +124,9 @@ def main() -> None:
     gc.collect()
     gc.disable()
     rows = measure_evict(cache, args.rounds) + measure_match(cache, args.rounds) + measure_insert(cache, args.rounds)
-    rows.append({"operation": "memory, bytes per token", "tokens": args.sequences * 768, "median_us": density, "min_us": ""})
+    rows.append(
+        {"operation": "memory, bytes per token", "tokens": args.sequences * 768, "median_us": density, "min_us": ""}
+    )
     publish(f"prefix cache with {args.sequences} sequences of 768 tokens", rows, args.json)
 
 

@@ -13,9 +13,9 @@ import time
 import numpy as np
 
 from benchmarks.report import Row, add_json_option, publish, spread
-from expediter.scheduling.build import build_scheduler
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import Request
+from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
 
@@ -33,7 +33,7 @@ def decoding_scheduler(num_running: int, num_steps: int) -> Scheduler:
         max_model_len=tokens_each,
     )
     num_blocks = num_running * (tokens_each // _BLOCK_SIZE + 1)
-    scheduler = build_scheduler(config=config, num_blocks=num_blocks, block_size=_BLOCK_SIZE)
+    scheduler = build_scheduler(config=config, cache=CacheConfig(num_blocks=num_blocks, block_size=_BLOCK_SIZE))
     rng = np.random.default_rng(0)
     for index in range(num_running):
         # Lengths differ, so that block edges spread over the steps as they do in service.

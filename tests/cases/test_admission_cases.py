@@ -176,6 +176,36 @@ def test_who_is_preempted_resumes_right_after_those_that_came_earlier(ordering, 
     assert len(waited) <= 13 + num_output_of_b
 
 
+@pytest.mark.parametrize("watermark", [0, 1, 2])
+def test_a_higher_priority_may_have_the_whole_pool(watermark):
+    """Case 5 (vllm #40004, PR#54530): when everybody gives way, nothing is kept back for their growth."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, watermark_blocks=watermark)
+    driver = SchedulerDriver.build(config, num_blocks=8, block_size=4, ordering="priority")
+    driver.submit("low", prompt(1, 5), 20, priority=1)
+    driver.step()
+    driver.submit("high", prompt(2, 32), 1, priority=0)
+    driver.step()
+    assert driver.steps[-1].preempted == ("low",)
+    assert driver.steps[-1].admitted == ("high",)
+    driver.run_to_end()
+
+
+@pytest.mark.parametrize("num_low", [2, 3, 5])
+def test_who_displaces_gets_the_budget_too(num_low):
+    """Case 5 (vllm #40004, PR#54530): the victim's share of the step goes to who took its place."""
+    config = SchedulerConfig(max_num_seqs=num_low, max_num_batched_tokens=num_low + 1, max_model_len=64)
+    driver = SchedulerDriver.build(config, num_blocks=32, block_size=4, ordering="priority")
+    for number in range(num_low):
+        driver.submit(f"low{number}", [number], 20, priority=1)
+    while not all(request.output for request in driver.live):
+        driver.step()
+    driver.submit("high", prompt(9, 5), 1, priority=0)
+    driver.step()
+    assert len(driver.steps[-1].preempted) == 1
+    assert driver.steps[-1].entries["high"] == (0, 2)  # one token was free, one was the victim's
+    driver.run_to_end()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     length=st.integers(2, 12),

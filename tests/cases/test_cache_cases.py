@@ -70,6 +70,19 @@ def test_blocks_without_reusable_content_are_taken_first(block_size, num_cached,
     assert driver.requests["again"].admissions == [num_cached * block_size]
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("num_output", [1, 4, 9])
+def test_a_next_turn_reuses_the_answer_of_the_last(block_size, num_output):
+    """Cases 8 and 11, for outputs: what a sequence generated stays as reusable as its prompt, in whole blocks."""
+    driver = SchedulerDriver.build(CONFIG, num_blocks=64, block_size=block_size)
+    driver.submit("first", range(5), num_output)
+    driver.run_to_end()
+    driver.submit("second", [*range(5), *driver.output("first"), 7, 7], 2)
+    driver.run_to_end()
+    stored = 5 + num_output - 1  # the KV of the last token was never computed
+    assert driver.requests["second"].admissions == [stored // block_size * block_size]
+
+
 class CollidingBytes(bytes):
     """Tokens whose every slice has the same hash."""
 

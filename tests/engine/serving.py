@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expediter.scheduling.build import build_scheduler
 from expediter.core.events import Admitted, Finished, Preempted, Tokens
 from expediter.core.plan import TokenLogprobs
 from expediter.core.ports import Executor
 from expediter.core.request import Request
+from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 
 
@@ -39,7 +39,9 @@ def serve(
 ) -> Served:
     """Run the requests to their ends; request i is added before step `arrival_steps[i]`, or at the start."""
     limits = executor.limits
-    scheduler = build_scheduler(config=config, num_blocks=limits.num_blocks, block_size=limits.block_size)
+    scheduler = build_scheduler(
+        config=config, cache=CacheConfig(num_blocks=limits.num_blocks, block_size=limits.block_size)
+    )
     arrivals = sorted(zip(arrival_steps or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     served = Served({r.request_id: [] for r in requests}, {r.request_id: [] for r in requests})
     step = 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -79,6 +83,35 @@ def test_leaving_with_several_choices_aborts_each(slow_server: LiveServer) -> No
     response.close()
     connection.close()
     assert wait_until(lambda: num_aborted(slow_server) == aborted + 6) < 1
+
+
+def test_nothing_is_left_of_many_that_come_and_go(slow_server: LiveServer) -> None:
+    """Whole, streamed, and left at any point: sockets, memory of metrics and gauges are as before."""
+    wait_until(lambda: is_idle(slow_server))
+    folder = Path("/proc") / str(slow_server.process.pid) / "fd"
+    random = Random(3)
+
+    async def one(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        fields = {"prompt": "x" * random.randint(1, 99), "max_tokens": random.randint(1, 40), "n": random.randint(1, 3)}
+        body = json.dumps({**fields, "ignore_eos": True, "stream": random.random() < 0.7}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(random.choice([0.001, 0.05, 0.3, 30])):
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+
+    async def rounds() -> None:
+        for _ in range(3):
+            await asyncio.gather(*(one(slow_server.port) for _ in range(60)))
+
+    num_fds = len(list(folder.iterdir()))
+    asyncio.run(rounds())
+    assert wait_until(lambda: is_idle(slow_server)) < 1.5
+    wait_until(lambda: len(list(folder.iterdir())) <= num_fds, 3, "sockets closed")
+    assert slow_server.metric("vllm:kv_cache_usage_perc") == 0
+    assert slow_server.metric("expediter:num_pending_tokens") == 0
 
 
 def test_two_live_requests_with_one_client_id(slow_server: LiveServer) -> None:

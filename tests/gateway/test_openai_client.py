@@ -51,6 +51,9 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_models_and_errors(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake", "also-fake"]
+    assert client.models.retrieve("also-fake").id == "also-fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("a/b")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="none", prompt="x")
     with pytest.raises(openai.BadRequestError) as caught:

@@ -58,7 +58,7 @@ def test_overrides_reach_the_preset() -> None:
     flags = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--block-size", "32"]
     preset = _preset(build_parser().parse_args(["serve", *flags, "--scheduling-policy", "priority"]))
     assert (preset.scheduler.max_num_seqs, preset.scheduler.max_num_batched_tokens) == (8, 64)
-    assert (preset.block_size, preset.ordering) == (32, "priority")
+    assert (preset.block_size, preset.policy.ordering) == (32, "priority")
     small = _preset(build_parser().parse_args(["serve", "--max-num-batched-tokens", "64"]))
     assert small.scheduler.max_num_seqs == 64
     with pytest.raises(ConfigurationError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from expediter.scheduling.build import build_scheduler
 from expediter.core.clock import VirtualClock
 from expediter.core.events import Event, Finished, Queued, Rejected, RejectReason, Tokens
 from expediter.core.plan import StepFeatures
@@ -12,6 +11,7 @@ from expediter.core.ports import ExecutorLimits
 from expediter.core.request import FinishReason, Request
 from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, StepRecord
 from expediter.runtime.recorded import run_recorded
+from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.testing.fake_executor import FakeExecutor, toy_generate
 
@@ -68,8 +68,7 @@ def make_loop() -> tuple[ReplicaLoop, ListInbox, Recorder, VirtualClock]:
     clock, inbox, recorder = VirtualClock(), ListInbox(), Recorder()
     scheduler = build_scheduler(
         config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64),
-        num_blocks=24,
-        block_size=4,
+        cache=CacheConfig(num_blocks=24, block_size=4),
     )
     executor = FakeExecutor(LIMITS, step_time=OneSecond(), clock=clock)
     return ReplicaLoop(scheduler, executor, clock, inbox, recorder), inbox, recorder, clock
@@ -113,8 +112,7 @@ def test_recorded_arrivals_keep_their_times_and_order() -> None:
     clock, recorder = VirtualClock(), Recorder()
     scheduler = build_scheduler(
         config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64),
-        num_blocks=24,
-        block_size=4,
+        cache=CacheConfig(num_blocks=24, block_size=4),
     )
     arrivals = [
         *[request("d", arrival_s=100.5), request("a", arrival_s=0.0), request("c", arrival_s=0.7)],

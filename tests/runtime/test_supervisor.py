@@ -20,6 +20,7 @@ from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.spec import ReplicaSpec, decode_spec, encode_spec
 from expediter.runtime.streams import OutputTokens, RequestStream
 from expediter.runtime.supervisor import ReplicaState, Supervisor, SupervisorConfig
+from expediter.scheduling.build import PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
@@ -39,7 +40,7 @@ def spec(number: int = 0, max_model_len: int | None = None) -> ReplicaSpec:
         kv_cache_memory_bytes=None,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         max_model_len=max_model_len,
-        ordering="fcfs",
+        policy=PolicyConfig(),
         prefix_caching=True,
     )
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expediter.scheduling.build import build_scheduler
 from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
 from expediter.core.request import Request
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.scheduler_driver import SchedulerDriver
@@ -124,10 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         scheduler = build_scheduler(
             config=config,
-            ordering=ordering,
-            prefix_caching=prefix_caching,
-            num_blocks=num_blocks,
-            block_size=block_size,
+            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
+            policy=PolicyConfig(ordering=ordering),
         )
         self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
         self.is_draining = False

@@ -1,6 +1,8 @@
 """The scheduler's parts one by one: limits, orderings, queue, decoding rows, victims, composition, presets."""
 
 import dataclasses
+import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +12,17 @@ from hypothesis import strategies as st
 from expediter.assembly.presets import PRESET_NAMES, load_preset
 from expediter.core.errors import ConfigurationError
 from expediter.core.plan import StepFeatures
-from expediter.core.request import Request, RequestState, Status
+from expediter.core.request import Request, RequestState
+from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.build import ORDERINGS, PolicyConfig, Surroundings, make_policy
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
-from expediter.scheduling.draft import Draft, compose
-from expediter.scheduling.ordering import ORDERING_NAMES, Fcfs, PriorityOrder, make_ordering
-from expediter.scheduling.preemption import running_by_value
+from expediter.scheduling.draft import Draft
+from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.ordering.simple import Fcfs, Lifo, PriorityOrder
+from expediter.scheduling.preemption import LowestPriority
+from expediter.scheduling.running import RunningSet
 from expediter.scheduling.waiting import WaitingQueue
 
 
@@ -64,7 +71,7 @@ def test_limits_cannot_change():
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_presets_name_limits_and_an_ordering_that_exist(name):
     preset = load_preset(name)
-    assert preset.ordering in ORDERING_NAMES
+    assert preset.policy.ordering in ORDERINGS
     assert preset.scheduler.max_num_batched_tokens >= preset.scheduler.max_num_seqs
     assert preset.summary
     assert preset.block_size >= 1
@@ -81,33 +88,38 @@ def test_sarathi_is_a_preset_and_what_is_none_is_answered_with_those_that_are():
 
 def test_fcfs_goes_by_arrival_only():
     early, late = state(1, arrival_s=1.0, priority=5), state(0, arrival_s=2.0)
-    assert Fcfs().key(early) < Fcfs().key(late)
+    assert Fcfs().key(early, 9.0) < Fcfs().key(late, 9.0)
     assert not Fcfs.displaces
 
 
 def test_priority_goes_first_then_arrival():
-    key = PriorityOrder().key
+    key = partial(PriorityOrder().key, now_s=9.0)
     assert key(state(0, priority=-1, arrival_s=9.0)) < key(state(1, priority=0, arrival_s=0.0))
     assert key(state(0, priority=2, arrival_s=1.0)) < key(state(1, priority=2, arrival_s=2.0))
     assert PriorityOrder.displaces
 
 
 def test_orderings_are_found_by_name():
-    assert isinstance(make_ordering("fcfs"), Fcfs)
-    assert isinstance(make_ordering("priority"), PriorityOrder)
-    with pytest.raises(ConfigurationError, match="no scheduling policy 'lifo'; there are: fcfs, priority"):
-        make_ordering("lifo")
+    with pytest.raises(ConfigurationError, match="no ordering 'random'; there are: fcfs, "):
+        PolicyConfig(ordering="random")
 
 
 # -- queue ------------------------------------------------------------------------------------------------------------
+
+
+def pop(queue, now_s=0.0):
+    first = queue.first(now_s)
+    if first is not None:
+        queue.remove(first)
+    return first
 
 
 def test_ties_go_to_who_came_first():
     queue = WaitingQueue(Fcfs())
     states = [state(sequence) for sequence in range(5)]
     for queued in reversed(states):
-        queue.push(queued)
-    assert [queue.pop() for _ in range(6)] == [*states, None]
+        queue.push(queued, 0.0)
+    assert [pop(queue) for _ in range(6)] == [*states, None]
 
 
 @settings(deadline=None)
@@ -117,31 +129,38 @@ def test_the_queue_equals_a_sorted_list(operations):
     for sequence, (kind, value) in enumerate(operations):
         if kind < 2:
             queued = state(sequence, prompt=range(1 + value), priority=value % 3)
-            queue.push(queued)
+            queue.push(queued, 0.0)
             naive.append(queued)
         elif value < 5 and naive:
-            gone = naive.pop(value % len(naive))
-            queue.discard(gone)
-            gone.move(Status.FINISHED)
+            queue.remove(naive.pop(value % len(naive)))
         else:
             naive.sort(key=lambda queued: (queued.request.priority, queued.sequence))
-            assert queue.pop() is (naive.pop(0) if naive else None)
+            assert pop(queue) is (naive.pop(0) if naive else None)
         assert len(queue) == len(naive)
         assert queue.num_tokens == sum(queued.num_known_tokens for queued in naive)
 
 
-def test_aborted_requests_do_not_pile_up_in_the_queue():
-    queue = WaitingQueue(Fcfs())
+def test_requests_that_left_do_not_pile_up_in_a_heap():
+    heap = LazyHeap()
     kept = state(0)
-    queue.push(kept)
+    heap.put(kept, (0.0,))
     for sequence in range(1, 2000):
         gone = state(sequence)
-        queue.push(gone)
-        queue.discard(gone)
-        gone.move(Status.FINISHED)
-        assert len(queue._heap) <= 65
-    assert queue.pop() is kept
-    assert queue.pop() is None
+        heap.put(gone, (-1.0,))
+        heap.remove(gone)
+        assert len(heap._entries) <= 67
+    assert heap.first() == ((0.0,), kept)
+
+
+def test_who_waited_beyond_the_bound_goes_first():
+    queue = WaitingQueue(Lifo())
+    old, new = state(0, arrival_s=0.0), state(1, arrival_s=50.0)
+    queue.push(old, 0.0)
+    queue.push(new, 50.0)
+    assert queue.first(60.0) is new
+    assert queue.next_change_s(60.0) == 60.0
+    assert queue.first(60.1) is old
+    assert queue.next_change_s(60.1) == math.inf
 
 
 # -- decoding rows ----------------------------------------------------------------------------------------------------
@@ -199,39 +218,52 @@ def test_output_grows_beyond_its_first_width():
 # -- victims ----------------------------------------------------------------------------------------------------------
 
 
+def running_set(*decoding, prefilling=()):
+    kv = KVCacheManager(num_blocks=64, block_size=4, max_num_seqs=8, max_model_len=256)
+    running = RunningSet(kv, 8, Fcfs())
+    for one in decoding:
+        running.decoding.join(one, 99)
+    running.prefilling += prefilling
+    return running
+
+
 def test_victims_are_the_lowest_value_then_least_computed_then_newest():
-    batch = DecodingBatch(8)
     decoding = [
         state(0, range(3), priority=0, output=(1,), slot=0),
         state(1, range(9), priority=2, output=(1,), slot=1),
         state(2, range(4), priority=2, output=(1,), slot=2),
         state(3, range(4), priority=2, output=(1,), slot=3),
     ]
-    for one in decoding:
-        batch.join(one, 99)
     prefilling = [state(4, range(40), priority=2, slot=4), state(5, range(2), priority=9, slot=5)]
     prefilling[1].num_preemptions = 3
-    order = [victim.sequence for victim in running_by_value(batch, prefilling, 3)]
-    assert order == [4, 3, 2, 1, 0]
+    running = running_set(*decoding, prefilling=prefilling)
+    assert [victim.sequence for victim in LowestPriority(3).ranked(running, 0.0)] == [4, 3, 2, 1, 0]
 
 
 # -- composition ------------------------------------------------------------------------------------------------------
 
 
+def draft_of(running, budget):
+    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 8))
+    around = Surroundings(config, running.kv, Knowledge())
+    rules = make_policy(PolicyConfig(), around).rules
+    return Draft(config, rules, running, WaitingQueue(rules.ordering), 0.0)
+
+
 def test_a_plan_packs_decodes_before_chunks():
-    batch = DecodingBatch(4)
-    batch.join(state(0, (1, 2, 3), output=(7,), slot=3), 99)
     done, partial, starved = (
         state(1, (4, 5, 6, 7, 8), slot=1),
         state(2, (9, 9, 9, 9), slot=0),
         state(3, (1, 1), slot=2),
     )
     done.num_computed_tokens = 2
-    draft = Draft(0.0, 5)
-    for one in (done, partial, starved):
-        draft.add_chunk(one)
+    running = running_set(state(0, (1, 2, 3), output=(7,), slot=3), prefilling=[done, partial, starved])
+    draft = draft_of(running, 6)
+    draft.add_decodes()
+    draft.add_prompts()
     assert draft.budget == 0
-    plan = compose(6, draft, batch, [done, partial, starved], np.zeros((4, 2), np.int32))
+    plan, chunked = draft.compose(6)
+    assert chunked == [done, partial]
     assert plan.slots.tolist() == [3, 1, 0]
     assert plan.starts.tolist() == [3, 2, 0]
     assert plan.lengths.tolist() == [1, 3, 2]
@@ -243,8 +275,9 @@ def test_a_plan_packs_decodes_before_chunks():
 
 
 def test_a_plan_is_a_copy_of_what_decodes():
-    batch = DecodingBatch(2)
-    batch.join(state(0, output=(7,), slot=1), 99)
-    plan = compose(0, Draft(0.0, 5), batch, [], np.zeros((2, 2), np.int32))
-    batch.advance(np.array([[3]], np.int32))
+    running = running_set(state(0, (1, 2, 3), output=(7,), slot=1))
+    draft = draft_of(running, 5)
+    draft.add_decodes()
+    plan, _ = draft.compose(0)
+    running.decoding.advance(np.array([[3]], np.int32))
     assert (plan.tokens.tolist(), plan.starts.tolist()) == ([7], [3])

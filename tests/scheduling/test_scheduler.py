@@ -7,6 +7,7 @@ from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
 from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.ordering.base import KeyOrdering
 from expediter.testing.scheduler_driver import SchedulerDriver
 
 
@@ -104,12 +105,10 @@ def test_a_request_that_may_not_be_preempted_owns_blocks_for_its_whole_life():
     driver.run_to_end()
 
 
-class ShortestFirst:
+class ShortestFirst(KeyOrdering):
     """An ordering as a user would write it."""
 
-    displaces = False
-
-    def key(self, state):
+    def key(self, state, now_s):
         return (float(state.num_known_tokens),)
 
 
@@ -130,14 +129,14 @@ def test_counters_add_up_prompts_and_hits_once_per_request():
     driver.submit("b", [1] * 9, 2)
     driver.run_to_end()
     assert driver.requests["a"].num_preemptions == 1
-    assert driver.scheduler.num_prompt_tokens == 18
-    assert driver.scheduler.num_cached_tokens == driver.requests["b"].admissions[0] == 8
+    firsts = [request.admissions[0] for request in driver.requests.values()]
+    assert firsts == [0, 8]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s._free_slots.pop(), "slots are lost"),
+        (lambda s: s._running._free_slots.pop(), "slots are lost"),
         (lambda s: s._requests.pop("a"), "live requests"),
         (lambda s: s.kv.release(s.find("a").slot), "does not run"),
     ],

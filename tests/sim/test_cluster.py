@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import ConstantTime, make_trace
 
-from expediter.scheduling.build import build_scheduler
 from expediter.control.routing import LeastLoad
 from expediter.core.events import Finished, Rejected, Tokens
+from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.sim.cluster import Cluster
 from expediter.sim.executor import SimulatedExecutor
@@ -42,7 +42,7 @@ def make_cluster(num_replicas, num_blocks, progress=None):
     loop, census = EventLoop(), Census()
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=100)
     for replica_id in range(num_replicas):
-        scheduler = build_scheduler(config=limits, num_blocks=num_blocks, block_size=4)
+        scheduler = build_scheduler(config=limits, cache=CacheConfig(num_blocks=num_blocks, block_size=4))
         executor = SimulatedExecutor(
             num_blocks=num_blocks, block_size=4, max_model_len=100, max_num_seqs=4, step_time=ConstantTime(0.1)
         )

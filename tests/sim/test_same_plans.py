@@ -5,13 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace
 
-from expediter.scheduling.build import build_scheduler
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.clock import VirtualClock
 from expediter.core.ports import ExecutorLimits
 from expediter.runtime.recorded import run_recorded
+from expediter.scheduling.build import ORDERINGS, CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.ordering import ORDERING_NAMES
 from expediter.sim.synthetic_tokens import VOCAB_SIZE
 from expediter.sim.trace_readers import read_trace
 from expediter.testing.fake_executor import FakeExecutor
@@ -55,7 +54,9 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
     report = simulation.run(trace)
 
     scheduler = build_scheduler(
-        config=SchedulerConfig(**limits), ordering=ordering, num_blocks=num_blocks, block_size=4
+        config=SchedulerConfig(**limits),
+        cache=CacheConfig(num_blocks=num_blocks, block_size=4),
+        policy=PolicyConfig(ordering=ordering),
     )
     live = PlanRecorder(scheduler)
     executor_limits = ExecutorLimits(
@@ -84,7 +85,7 @@ rows = st.tuples(
     st.sampled_from([ConstantTime(0.25), ContextTime(0.013)]),
     st.sampled_from([12, 25, 100]),
     st.integers(1, 5),
-    st.sampled_from(ORDERING_NAMES),
+    st.sampled_from(sorted(ORDERINGS)),
 )
 def test_simulator_and_runtime_make_the_same_plans(requests, step_time, num_blocks, max_num_seqs, ordering):
     trace = make_trace(requests, priorities=[len(row[3]) % 3 for row in requests])

@@ -18,7 +18,8 @@ from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import Request
 from expediter.core.slo import Slo
-from expediter.scheduling.ordering import ORDERING_NAMES
+from expediter.scheduling.build import ORDERINGS
+from expediter.scheduling.ordering.base import KeyOrdering
 
 
 def run(trace, *, step_time=None, **config):
@@ -53,7 +54,7 @@ traces = st.lists(
     st.integers(1, 3),
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
-    st.sampled_from(ORDERING_NAMES),
+    st.sampled_from(sorted(ORDERINGS)),
     st.booleans(),
     st.integers(1, 5),
 )
@@ -176,17 +177,15 @@ def test_routing_spreads_requests():
 
 
 def test_an_ordering_of_ones_own():
-    class ShortestFirst:
-        displaces = False
-
-        def key(self, state):
+    class ShortestFirst(KeyOrdering):
+        def key(self, state, now_s):
             return (state.request.num_prompt_tokens,)
 
     trace = make_trace([(0.0, 40, 2), (0.0, 30, 2), (0.0, 20, 2)])
-    report, log = run(trace, ordering=ShortestFirst(), max_num_seqs=1)
+    report, log = run(trace, ordering=ShortestFirst, max_num_seqs=1)
     admitted = [line["request"] for line in log if line["event"] == "admitted"]
     assert admitted == ["r0000002", "r0000001", "r0000000"]
-    assert report.configuration["ordering"] == "ShortestFirst"
+    assert report.configuration["policy"]["ordering"] == "ShortestFirst"
 
 
 def test_requests_of_ones_own(tmp_path):

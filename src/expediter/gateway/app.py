@@ -61,6 +61,7 @@ class Api:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
@@ -92,19 +93,11 @@ class Api:
         return await self._respond(request, body, generation, form, model)
 
     async def models(self, _: HttpRequest) -> Response:
-        entries = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "expediter",
-                "root": self._service.config.model_names[0],
-                "parent": None,
-                "max_model_len": self._service.config.max_model_len,
-            }
-            for name in self._service.config.model_names
-        ]
+        entries = [self._model(name) for name in self._service.config.model_names]
         return _json({"object": "list", "data": entries})
+
+    async def model(self, request: HttpRequest) -> Response:
+        return _json(self._model(self._service.model_name(request.path_params["name"])))
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _TOKENIZE)
@@ -154,6 +147,17 @@ class Api:
             for s in self._step_log.since(int(since))
         ]
         return _json({"steps": rows})
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "expediter",
+            "root": self._service.config.model_names[0],
+            "parent": None,
+            "max_model_len": self._service.config.max_model_len,
+        }
 
     async def _echoes(self, body: CompletionBody, prompts: list[Prompt]) -> list[str]:
         """Return the text in front of each choice: its prompt's with `echo`, else nothing."""

@@ -130,12 +130,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
         form = self._envelope.form
+        opening = form.opening()
         try:
-            for choice in form.opening():
-                await send_event(self._envelope.event([choice], self._chunk_usage()))
             async for deltas in self._generation.deltas():
-                for delta in deltas:
-                    await send_event(self._envelope.event([form.chunk(delta)], self._chunk_usage()))
+                # The opening waits for the first token, so that the first event tells a client its TTFT.
+                for choice in (*opening, *map(form.chunk, deltas)):
+                    await send_event(self._envelope.event([choice], self._chunk_usage()))
+                opening = []
         except Exception as error:  # whatever it is, the client has to learn that the stream is broken
             await send_event(b"data: " + to_api_error(error).body() + b"\n\n")
             return

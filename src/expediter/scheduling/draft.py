@@ -151,7 +151,7 @@ class Draft:
         match = kv.match(state.token_bytes, state.request.cache_salt)
         spare = rules.memory.spare_blocks(state, self.running)
         if rules.ordering.displaces:
-            self._displace_for(state, match, kv.shortage(match, num_tokens, spare))
+            self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare):
             return False
@@ -172,8 +172,9 @@ class Draft:
 
     # -- preempting ---------------------------------------------------------------------------------------------------
 
-    def _displace_for(self, state: RequestState, match: PrefixMatch, shortage: int) -> None:
+    def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
+        shortage = self.running.kv.shortage(match, num_tokens, spare)
         if shortage <= 0 and self.running.has_slot:
             return
         newcomers = {admission.slot for admission in self.admitted}
@@ -184,6 +185,8 @@ class Draft:
             if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
                 victims.append(victim)
                 shortage -= self.running.kv.num_exclusive_blocks(victim.slot, match)
+        if len(victims) == len(self.running):
+            shortage -= spare  # which is for the growth of those who stay
         if not victims or shortage > 0:
             return
         for victim in victims:
