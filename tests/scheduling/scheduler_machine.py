@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
-from expediter.core.request import Request
+from expediter.core.request import Request, Status
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
@@ -53,7 +53,8 @@ SKETCHES = st.builds(
 
 def fingerprint(scheduler: Scheduler) -> dict[str, object]:
     """Return everything that decides what a scheduler does next."""
-    kv, decoding = scheduler.kv, scheduler._decoding
+    kv, running = scheduler.kv, scheduler._running
+    decoding = running.decoding
     size = decoding.size
     return {
         "tables": [kv.tables[slot, :owned].tolist() for slot, owned in enumerate(kv.num_owned.tolist())],
@@ -68,9 +69,10 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "decoding": [state.request_id for state in decoding.states[:size]],
         "last": decoding.last_tokens[:size].tolist(),
         "context": decoding.context_tokens,
-        "prefilling": [(s.request_id, s.slot, s.num_computed_tokens) for s in scheduler._prefilling],
-        "waiting": sorted((key, state.request_id) for key, _, state in scheduler._waiting._heap if state.slot < 0),
-        "slots": list(scheduler._free_slots),
+        "prefilling": [(s.request_id, s.slot, s.num_computed_tokens) for s in running.prefilling],
+        "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
+        "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
+        "slots": list(running._free_slots),
         "next": scheduler._next_step,
         "stuck": scheduler._queue_is_stuck,
     }
@@ -228,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.run_to_end()
         scheduler = self.driver.scheduler
-        assert sorted(scheduler._free_slots) == list(range(scheduler.config.max_num_seqs))
+        assert sorted(scheduler._running._free_slots) == list(range(scheduler.config.max_num_seqs))
 
     def _draw_request(self, data):
         ids = [request.request_id for request in self.driver.live]

@@ -9,6 +9,7 @@ from expediter.core.errors import InvariantError
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.kvcache.pool import BlockIds
+from expediter.scheduling.draft import Draft
 from expediter.scheduling.scheduler import Scheduler
 
 SETTINGS = settings(
@@ -49,7 +50,7 @@ def leak_on_abort_mid_chunk(monkeypatch):
 
     def abort_and_leak(self, request_id, now_s, *args):
         state = self.find(request_id)
-        if state in self._prefilling and state.num_computed_tokens > 0:
+        if state in self._running.prefilling and state.num_computed_tokens > 0:
             self.kv.num_owned[state.slot] = max(1, self.kv._num_shared[state.slot])
         return abort(self, request_id, now_s, *args)
 
@@ -77,37 +78,38 @@ def head_that_waits_for_a_watermark(monkeypatch):
 
 def parked_request_that_keeps_its_blocks(monkeypatch):
     """Case 3: a preempted request is parked with its blocks, and the head of the queue waits for just those."""
-    preempt, start, finish = Scheduler._preempt, Scheduler._start, Scheduler._finish
+    preempt, start, finish = Draft._preempt, Draft._start, Scheduler._finish
     parked: dict[str, tuple[RequestState, BlockIds]] = {}
 
     def park(self, state, *args):
-        blocks = self.kv.tables[state.slot, : self.kv.num_owned[state.slot]].copy()
+        kv = self.running.kv
+        blocks = kv.tables[state.slot, : kv.num_owned[state.slot]].copy()
         preempt(self, state, *args)
-        kept = blocks[self.kv.tree.holds(blocks)]
-        self.kv.tree.num_evictable -= self.kv.pool.acquire(kept)
+        kept = blocks[kv.tree.holds(blocks)]
+        kv.tree.num_evictable -= kv.pool.acquire(kept)
         parked[state.request_id] = (state, kept)
 
-    def unpark(self, state):
+    def unpark(kv, state):
         owner, kept = parked.pop(state.request_id, (None, ()))
         if owner is state and len(kept):
-            self.kv.tree.num_evictable += len(self.kv.pool.disown(kept))
-            self.kv.tree.touch(self.kv.tree.node_of(int(kept[-1])))
+            kv.tree.num_evictable += len(kv.pool.disown(kept))
+            kv.tree.touch(kv.tree.node_of(int(kept[-1])))
 
     def resume(self, state, *args):
-        unpark(self, state)
+        unpark(self.running.kv, state)
         return start(self, state, *args)
 
     def end(self, state, *args):
-        unpark(self, state)
+        unpark(self.kv, state)
         return finish(self, state, *args)
 
-    monkeypatch.setattr(Scheduler, "_preempt", park)
-    monkeypatch.setattr(Scheduler, "_start", resume)
+    monkeypatch.setattr(Draft, "_preempt", park)
+    monkeypatch.setattr(Draft, "_start", resume)
     monkeypatch.setattr(Scheduler, "_finish", end)
 
 
 MUTATIONS = {
-    double_free_of_a_shared_block_on_a_block_edge: ("rise along|miscounted|evictable", "freed twice|the model says"),
+    double_free_of_a_shared_block_on_a_block_edge: ("rise along|miscounted|evict", "freed twice|the model says"),
     leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used"),
     full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
     head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),

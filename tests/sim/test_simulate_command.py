@@ -54,16 +54,17 @@ def test_flags_win_over_the_preset(trace, capsys):
     more = ("--num-gpu-blocks-override", "50", "--scheduling-policy", "priority", "--routing", "round_robin")
     setup = report_of(capsys, "--trace", trace, *words, *more, "--replicas", "2", "--tp", "2")["configuration"]
     expected = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "max_model_len": 64, "block_size": 8}
-    expected |= {"num_blocks": 50, "ordering": "priority", "routing": "round_robin"}
+    expected |= {"num_blocks": 50, "routing": "round_robin"}
     expected |= {"replicas": 2, "tensor_parallel": 2}
     assert {key: setup[key] for key in expected} == expected
+    assert setup["policy"]["ordering"] == "priority"
 
 
 def test_limit_rate_and_slo(trace, capsys):
     slow = report_of(capsys, "--trace", trace, "--limit", "10", "--slo", "ttft=5")
     fast = report_of(capsys, "--trace", trace, "--limit", "10", "--rate-scale", "4")
     assert slow["requests"]["arrived"] == fast["requests"]["arrived"] == 10
-    assert slow["slo"] == {"ttft_s": 5.0, "tpot_s": None}
+    assert slow["slo"] == {"ttft_s": 5.0, "tpot_s": None, "e2e_s": None}
     assert fast["trace"]["span_s"] == slow["trace"]["span_s"] / 4
     assert fast["simulated_s"] < slow["simulated_s"]
 
