@@ -131,7 +131,6 @@ class RequestState:
         num_computed_tokens: tokens whose KV exists (cached ones included), as of the last applied step.
         num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
         num_bypassed: requests admitted past this one while it did not fit.
-        num_skipped_tokens: tokens reused over all admissions.
     """
 
     request: Request
