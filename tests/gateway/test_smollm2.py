@@ -24,6 +24,7 @@ def smollm2() -> Iterator[LiveServer]:
         pytest.skip(f"the default model is not to be had here: {error}")
     with start_process(sys.executable, "-m", "expediter.cli.main", "serve", *FLAGS) as live:
         yield live
+        assert live.stop() == 0
 
 
 @pytest.fixture

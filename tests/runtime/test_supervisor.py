@@ -125,7 +125,9 @@ def test_a_replica_that_refuses_its_spec() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/bin/true",)])
+@pytest.mark.parametrize(
+    "command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/bin/true",), ("/no/such/program",)]
+)
 def test_a_replica_that_dies_at_its_start(command: tuple[str, ...]) -> None:
     async def story() -> None:
         failing = supervisor(command=command)

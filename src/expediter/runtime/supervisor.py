@@ -7,6 +7,7 @@ import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from expediter.control.routing import ReplicaSnapshot, Router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
@@ -35,6 +36,9 @@ from expediter.telemetry.metrics import ReplicaMetrics, ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
+_NOT_SPAWNED: Final = 127
+"""Exit code of a command that cannot be run, as shells have it."""
 
 
 class ReplicaState(enum.Enum):
@@ -245,7 +249,11 @@ class Supervisor:
     async def _run_incarnation(self, replica: _Replica) -> int:
         """Start the replica and pass its events on until it is gone; return its exit code."""
         replica.state = ReplicaState.STARTING
-        process = await ReplicaProcess.start(self._command, replica.spec)
+        try:
+            process = await ReplicaProcess.start(self._command, replica.spec)
+        except OSError:
+            logger.exception("replica %d cannot be spawned", replica.spec.replica_id)
+            return _NOT_SPAWNED
         replica.process = process
         replica.last_frame_s = self._clock.now()
         replica.turn_age_s = 0.0
@@ -253,8 +261,8 @@ class Supervisor:
             async for frame in process.frames():
                 replica.last_frame_s = self._clock.now()
                 self._receive(replica, frame)
-        except ReplicaError:
-            logger.exception("replica %d sent nonsense and is ended", replica.spec.replica_id)
+        except Exception:  # whatever a frame does to us: only this replica ends, and it is started again
+            logger.exception("replica %d sent what cannot be handled and is ended", replica.spec.replica_id)
             process.kill()
         finally:
             replica.process = None
