@@ -1,7 +1,7 @@
 """The prefix cache: match, insert, evict, and bytes per cached token.
 
-The cache holds 10,000 sequences of 768 tokens that share 100 prefixes of 512 (blocks of 16), then what is measured:
-a prompt that lies in one node, one that lies along a chain of 32 nodes, a new prompt, and the oldest leaf of 256 tokens.
+The cache holds 10,000 sequences of 768 tokens that share 100 prefixes of 512 (blocks of 16). Measured are
+a prompt that lies in one node, one along a chain of 32 nodes, a new prompt, and the oldest leaf of 256 tokens.
 Microseconds of the thread's CPU time.
 """
 
@@ -84,7 +84,7 @@ def measure_insert(cache: Cache, rounds: int) -> list[Row]:
         for _ in range(min(rounds, 40_000 * _BLOCK_SIZE // length)):
             raw = cache.new_tokens(length).tobytes()
             blocks = cache.pool.pop(length // _BLOCK_SIZE)
-            samples.append(cpu_us(lambda raw=raw, blocks=blocks: cache.tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
+            samples.append(cpu_us(lambda tree=cache.tree, raw=raw, blocks=blocks: tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
             cache.tree.num_evictable += len(cache.pool.disown(blocks))
             cache.tree.touch(cache.tree.node_of(int(blocks[-1])))
             cache.pool.push(cache.tree.evict(0))
