@@ -9,7 +9,7 @@ from expediter.core.events import Admitted, Finished, Preempted, Tokens
 from expediter.core.plan import TokenLogprobs
 from expediter.core.ports import Executor
 from expediter.core.request import Request
-from expediter.scheduling.build import CacheConfig, build_scheduler
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 
 
@@ -24,6 +24,7 @@ class Served:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_hits: int = 0
+    num_restored_tokens: int = 0
     num_finished: int = 0
 
     def assert_stressed(self) -> None:
@@ -35,12 +36,21 @@ class Served:
 
 
 def serve(
-    executor: Executor, requests: Sequence[Request], config: SchedulerConfig, *, arrival_steps: Sequence[int] = ()
+    executor: Executor,
+    requests: Sequence[Request],
+    config: SchedulerConfig,
+    *,
+    arrival_steps: Sequence[int] = (),
+    preemption_mode: str = "recompute",
 ) -> Served:
     """Run the requests to their ends; request i is added before step `arrival_steps[i]`, or at the start."""
     limits = executor.limits
     scheduler = build_scheduler(
-        config=config, cache=CacheConfig(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        config=config,
+        cache=CacheConfig(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, num_host_blocks=limits.num_host_blocks
+        ),
+        policy=PolicyConfig(preemption_mode=preemption_mode),
     )
     arrivals = sorted(zip(arrival_steps or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     served = Served({r.request_id: [] for r in requests}, {r.request_id: [] for r in requests})
@@ -79,5 +89,6 @@ def _record(served: Served, events: Sequence[object]) -> None:
             served.num_preemptions += 1
         elif isinstance(event, Admitted):
             served.num_hits += event.num_cached_tokens > 0 and not event.resumed
+            served.num_restored_tokens += event.num_restored_tokens
         elif isinstance(event, Finished):
             served.num_finished += 1

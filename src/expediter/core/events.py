@@ -33,6 +33,8 @@ class PreemptCause(enum.Enum):
     """A running request needed a block for its next token."""
     PRIORITY = "priority"
     """A waiting request of strictly higher priority."""
+    SWAP_FAILED = "swap_failed"
+    """Nothing: its KV did not come back from the host, so it starts over. Not counted among its preemptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,20 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Entered the running set; `num_cached_tokens` are reused, `num_known_tokens` is what has to be computed in all."""
+    """Entered the running set.
+
+    Attributes:
+        num_known_tokens: what has to be computed in all.
+        num_cached_tokens: of them, reused from the prefix cache.
+        num_restored_tokens: of them, brought back from the host, behind the cached ones.
+    """
 
     request_id: str
     now_s: float
     num_known_tokens: int
     num_cached_tokens: int
     resumed: bool
+    num_restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,9 @@ class Preempted:
     now_s: float
     cause: PreemptCause
     num_lost_tokens: int
-    """Computed tokens given up; what the prefix cache still holds at resumption comes back."""
+    """Computed tokens given up; what the prefix cache or the host still holds at resumption comes back."""
+    num_swapped_tokens: int = 0
+    """Of them, those that went to the host."""
 
 
 @dataclass(frozen=True, slots=True)

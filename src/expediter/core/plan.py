@@ -7,7 +7,7 @@ arrays may be views of the scheduler's own state and are valid until `apply`; wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,23 @@ from expediter.core.events import Event
 from expediter.core.request import RequestState, TokenArray
 
 IntArray = npt.NDArray[np.int32]
+
+
+class BlockMoves(NamedTuple):
+    """Blocks whose contents move between device and host: `sources[i]` to `targets[i]`, int32, shape [num_blocks].
+
+    The ids of each array are distinct.
+    """
+
+    sources: IntArray
+    targets: IntArray
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.sources)
+
+
+NO_MOVES: Final = BlockMoves(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class StepFeatures(NamedTuple):
@@ -48,7 +65,7 @@ class Admission(NamedTuple):
         slot: row that it occupies until it leaves.
         state: the request; its `output` holds what was generated before a preemption.
         tokens: all known tokens, int32, shape [num_known_tokens].
-        num_cached_tokens: leading tokens whose KV is already in its blocks.
+        num_cached_tokens: leading tokens whose KV is already in its blocks, or moves into them with this plan.
     """
 
     slot: int
@@ -74,6 +91,10 @@ class StepPlan:
         admitted: sequences that entered with this plan.
         num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
         events: what planning itself did: admissions and preemptions.
+        swap_out: device blocks to host blocks, before anything else of the plan: the device blocks may be handed out
+            again in the same plan.
+        swap_in: host blocks to device blocks, after the swaps out and before the forward pass; no host block is
+            written and read in one plan.
     """
 
     step_id: int
@@ -88,10 +109,17 @@ class StepPlan:
     admitted: tuple[Admission, ...]
     events: list[Event]
     num_steps: int = 1
+    swap_out: BlockMoves = NO_MOVES
+    swap_in: BlockMoves = NO_MOVES
 
     @property
     def num_seqs(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Blocks that move between device and host, both ways together."""
+        return len(self.swap_out.sources) + len(self.swap_in.sources)
 
     @property
     def is_empty(self) -> bool:
@@ -118,6 +146,8 @@ class StepResult:
         elapsed_s: how long the executor took for all steps (measured, or modelled in simulation).
         durations_s: of each step, if there are several.
         logprobs: per sampled entry, None where not asked for; None when nobody asked.
+        failed_host_blocks: host blocks of the plan's moves whose contents did not arrive, out or in. Entries of the
+            plan that would have read them have results of no meaning.
     """
 
     step_id: int
@@ -125,3 +155,4 @@ class StepResult:
     elapsed_s: float
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     durations_s: tuple[float, ...] | None = None
+    failed_host_blocks: tuple[int, ...] = ()

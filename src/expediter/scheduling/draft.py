@@ -17,7 +17,7 @@ from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
-from expediter.scheduling.preemption import VictimRule
+from expediter.scheduling.preemption import PreemptionMode, VictimRule
 from expediter.scheduling.running import RunningSet
 from expediter.scheduling.waiting import WaitingQueue
 
@@ -30,6 +30,7 @@ class Rules:
     memory: MemoryRule
     budget: BudgetRule
     victims: VictimRule
+    preemption: PreemptionMode
 
 
 class Draft:
@@ -114,7 +115,7 @@ class Draft:
         if state.num_known_tokens <= self.budget:
             return False
         match = self.running.kv.match(state.token_bytes, state.request.cache_salt)
-        return state.num_known_tokens - match.num_blocks * self.running.kv.block_size > self.budget
+        return state.num_known_tokens - self.running.kv.num_reusable_tokens(state.sequence, match) > self.budget
 
     def _may_be_passed(self, state: RequestState) -> bool:
         """Whether others may try after `state` did not fit: not without a slot, and not for ever."""
@@ -161,14 +162,16 @@ class Draft:
 
     def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
         resumed = state.status is Status.PREEMPTED
+        num_computed = state.num_computed_tokens
         state.move(Status.RUNNING)
-        self._rules.ordering.admitted(state, state.num_known_tokens - num_cached_tokens, self.running.decode_clock)
+        self._rules.ordering.admitted(state, state.num_known_tokens - num_computed, self.running.decode_clock)
         if not resumed:
             state.num_cached_tokens = num_cached_tokens
             state.first_scheduled_s = self.now_s
         known = np.frombuffer(state.token_bytes, np.int32)
-        self.admitted.append(Admission(state.slot, state, known, num_cached_tokens))
-        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed))
+        self.admitted.append(Admission(state.slot, state, known, num_computed))
+        num_restored = num_computed - num_cached_tokens
+        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed, num_restored))
 
     # -- preempting ---------------------------------------------------------------------------------------------------
 
@@ -203,9 +206,10 @@ class Draft:
         self._preempt(ranked[0], PreemptCause.GROWTH)
 
     def _preempt(self, state: RequestState, cause: PreemptCause) -> None:
-        self.running.leave(state)
+        mode = self._rules.preemption
+        num_swapped = self.running.suspend(state, lambda num_kept: mode.swaps(state, num_kept, self.running))
         state.move(Status.PREEMPTED)
-        self.events.append(Preempted(state.request_id, self.now_s, cause, state.num_computed_tokens))
+        self.events.append(Preempted(state.request_id, self.now_s, cause, state.num_computed_tokens, num_swapped))
         state.num_computed_tokens = 0
         state.num_preemptions += 1
         self.preempted.append(state)
@@ -241,6 +245,9 @@ class Draft:
             starts = np.concatenate((starts, np.array([s.num_computed_tokens for s, _ in entries], np.int32)))
             lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
             sampled = np.concatenate((sampled, np.array(last, np.intp)))
+        swap_out, swap_in = self.running.kv.take_swaps()
+        if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
+            raise InvariantError("blocks are to move, and nothing runs with them")
         context = decoding.context_tokens if size else 0
         features = StepFeatures(len(tokens), len(slots), size, context, attention)
         if self.pad_to:
@@ -257,6 +264,8 @@ class Draft:
             features=features,
             admitted=tuple(self.admitted),
             events=self.events,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
         return plan, [state for state, _ in entries]
 

@@ -18,9 +18,11 @@ class Knowledge:
 
     Args:
         prior: analytic step-time model to start from, if there is one.
+        block_swap_s: time to move one block between device and host, one way; None if it is not known.
     """
 
-    def __init__(self, prior: StepTimeModel | None = None) -> None:
+    def __init__(self, prior: StepTimeModel | None = None, block_swap_s: float | None = None) -> None:
+        self.block_swap_s = block_swap_s
         self.lengths = OutputLengths()
         self.step_time = OnlineStepTime(prior)
         self._is_asked = False
@@ -37,8 +39,8 @@ class Knowledge:
         Args:
             is_full: it took all the prefill tokens that its budget allowed, so it shows the speed under load.
         """
-        if not self._is_asked:
-            return
+        if not self._is_asked or plan.num_swapped_blocks:
+            return  # moves take time that no feature accounts for
         features = plan.features
         durations = result.durations_s or (result.elapsed_s,)
         for index, duration_s in enumerate(durations):
@@ -57,6 +59,22 @@ class Knowledge:
             return self._busy_s / self._busy_tokens
         many = 2048
         return self.step_time.step_time_s(StepFeatures(many, 1, 0, 0, many * many / 2)) / many
+
+    def added_chunk_s(self, num_tokens: int, prefix: int, num_decodes: int, context_tokens: int) -> float:
+        """Return the least time that a chunk behind `prefix` tokens is likely to add to a step of decodes.
+
+        It is 0 as long as nothing is known of step times.
+        """
+        if not self.step_time.knows_something:
+            return 0.0
+        decodes = StepFeatures(num_decodes, num_decodes, num_decodes, context_tokens, 0.0)
+        attention = num_tokens * (prefix + num_tokens / 2)
+        both = decodes._replace(
+            num_tokens=num_decodes + num_tokens, num_seqs=num_decodes + 1, prefill_attention=attention
+        )
+        base_s = self.step_time.step_time_s(decodes) if num_decodes else 0.0
+        added_s = max(0.0, self.step_time.step_time_s(both) - base_s)
+        return added_s / (1 + min(0.5, 2 * self.step_time.relative_error))
 
     def pace_s(self, state: RequestState, now_s: float) -> float:
         """Return the time per output token that a request can afford from its first token at `now_s` on."""

@@ -40,11 +40,14 @@ class RunningSet:
         return bool(self._free_slots)
 
     def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
-        """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room."""
+        """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room.
+
+        What the host holds of it beyond the match moves in with the plan, and counts as computed.
+        """
         if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks):
             return False
         state.slot = self._free_slots.pop()
-        state.num_computed_tokens = match.num_blocks * self.kv.block_size
+        state.num_computed_tokens = self.kv.swap_in(state.slot, state.sequence, match)
         self.prefilling.append(state)
         return True
 
@@ -79,12 +82,30 @@ class RunningSet:
 
     def leave(self, state: RequestState) -> None:
         """Take a sequence out; its known tokens are complete then, and its blocks are back."""
+        self._withdraw(state)
+        self._give_back(state)
+
+    def suspend(self, state: RequestState, swaps: Callable[[int], bool]) -> int:
+        """Take a sequence out that will come back; return how many tokens' KV goes to the host for that.
+
+        Args:
+            swaps: whether it should, given the leading tokens that stay cached for certain.
+        """
+        self._withdraw(state)
+        num_swapped = 0
+        if self.kv.host.num_free:
+            num_kept = self.kv.num_kept_blocks(state.slot) * self.kv.block_size
+            if num_kept < state.num_computed_tokens and swaps(num_kept):
+                num_swapped = self.kv.swap_out(state.slot, state.sequence, state.num_computed_tokens)
+        self._give_back(state)
+        return num_swapped
+
+    def _withdraw(self, state: RequestState) -> None:
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
             self._ordering.left(state, self.decode_clock)
-        self._give_back(state)
 
     def _give_back(self, state: RequestState) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""

@@ -16,7 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.events import Event, Finished, FirstToken, Queued, Rejected, RejectReason, Tokens
+from expediter.core.events import (
+    Event,
+    Finished,
+    FirstToken,
+    PreemptCause,
+    Preempted,
+    Queued,
+    Rejected,
+    RejectReason,
+    Tokens,
+)
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
@@ -128,6 +138,7 @@ class Scheduler:
             self._running.leave(state)
         else:
             self._waiting.remove(state)
+            self.kv.host.drop(state.sequence)
         return [self._finish(state, now_s, reason)]
 
     def drain(self) -> None:
@@ -211,6 +222,8 @@ class Scheduler:
         self.knowledge.observe(plan, result, is_full=self._in_flight_is_full)
         events: list[Event] = []
         ended: list[RequestState] = []
+        if plan.num_swapped_blocks:
+            self._settle_swaps(result, chunked, now_s, events)
         if plan.num_decodes:
             columns = np.arange(plan.num_decodes)
             if dropped:
@@ -221,6 +234,19 @@ class Scheduler:
             ended += self._apply_chunks(plan, result, chunked, now_s, events)
         events += [self._finish(state, now_s, _finish_reason(state)) for state in ended]
         return events
+
+    def _settle_swaps(self, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]) -> None:
+        """Free what was read; who was to go on with KV that did not arrive goes back to the queue and recomputes."""
+        failed = self.kv.settle_swaps(result.failed_host_blocks)
+        for state in states:
+            if state.slot in failed:
+                num_lost = state.num_computed_tokens
+                self._running.leave(state)
+                state.move(Status.PREEMPTED)
+                state.num_computed_tokens = 0
+                events.append(Preempted(state.request_id, now_s, PreemptCause.SWAP_FAILED, num_lost))
+                self._waiting.push(state, now_s)
+        self._queue_is_stuck = False
 
     def _apply_decodes(
         self, result: StepResult, columns: npt.NDArray[np.intp], now_s: float, events: list[Event]
@@ -239,7 +265,7 @@ class Scheduler:
         columns: list[int] = []
         for index, state in enumerate(states, start=plan.num_decodes):
             samples = index in sampled
-            if state.status is Status.RUNNING:  # else aborted in flight
+            if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
                 self._running.compute(state, int(plan.lengths[index]))
                 if samples:
                     caught_up.append(state)
@@ -273,6 +299,8 @@ class Scheduler:
         """
         decoding = self._running.decoding
         if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
+            return 1
+        if plan.num_swapped_blocks:
             return 1
         if len(self._waiting) and not self._queue_is_stuck:
             return 1
