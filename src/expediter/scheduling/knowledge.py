@@ -60,20 +60,25 @@ class Knowledge:
         many = 2048
         return self.step_time.step_time_s(StepFeatures(many, 1, 0, 0, many * many / 2)) / many
 
-    def added_chunk_s(self, num_tokens: int, prefix: int, num_decodes: int, context_tokens: int) -> float:
-        """Return the least time that a chunk behind `prefix` tokens is likely to add to a step of decodes.
+    def recompute_s(self, num_tokens: int, num_kept: int, num_decodes: int, context_tokens: int) -> float:
+        """Return the least time that computing tokens again is likely to take.
 
-        It is 0 as long as nothing is known of step times.
+        A request that resumes computes its newest token anyway, beside the decodes that go on; this is what
+        `num_tokens` before it add to that step. It is 0 as long as nothing is known of step times.
+
+        Args:
+            num_kept: tokens before those, whose KV exists.
+            num_decodes, context_tokens: of the decodes.
         """
         if not self.step_time.knows_something:
             return 0.0
-        decodes = StepFeatures(num_decodes, num_decodes, num_decodes, context_tokens, 0.0)
-        attention = num_tokens * (prefix + num_tokens / 2)
-        both = decodes._replace(
-            num_tokens=num_decodes + num_tokens, num_seqs=num_decodes + 1, prefill_attention=attention
-        )
-        base_s = self.step_time.step_time_s(decodes) if num_decodes else 0.0
-        added_s = max(0.0, self.step_time.step_time_s(both) - base_s)
+
+        def step_s(chunk: int, prefix: int) -> float:
+            attention = chunk * (prefix + chunk / 2)
+            features = StepFeatures(num_decodes + chunk, num_decodes + 1, num_decodes, context_tokens, attention)
+            return self.step_time.step_time_s(features)
+
+        added_s = max(0.0, step_s(num_tokens + 1, num_kept) - step_s(1, num_kept + num_tokens))
         return added_s / (1 + min(0.5, 2 * self.step_time.relative_error))
 
     def pace_s(self, state: RequestState, now_s: float) -> float:

@@ -115,5 +115,5 @@ class Cheaper:
             return False
         num_lost = state.num_computed_tokens - num_kept_tokens
         decoding = running.decoding
-        recompute_s = self._knowledge.added_chunk_s(num_lost, num_kept_tokens, decoding.size, decoding.context_tokens)
+        recompute_s = self._knowledge.recompute_s(num_lost, num_kept_tokens, decoding.size, decoding.context_tokens)
         return 2 * self._kv.blocks_for(num_lost) * block_swap_s < recompute_s
