@@ -153,7 +153,7 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
-        if not self.running.enter(state, match, num_tokens, spare):
+        if not self.running.enter(state, match, num_tokens, spare, self.now_s):
             return False
         self._announce(state, match.num_blocks * kv.block_size)
         self._add_chunk(state)
@@ -203,7 +203,7 @@ class Draft:
         self._preempt(ranked[0], PreemptCause.GROWTH)
 
     def _preempt(self, state: RequestState, cause: PreemptCause) -> None:
-        self.running.leave(state)
+        self.running.leave(state, self.now_s, ends=False)
         state.move(Status.PREEMPTED)
         self.events.append(Preempted(state.request_id, self.now_s, cause, state.num_computed_tokens))
         state.num_computed_tokens = 0
