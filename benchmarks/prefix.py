@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
 from expediter.kvcache.pool import BlockPool
-from expediter.kvcache.radix import Node, RadixTree
+from expediter.kvcache.node import Node
+from expediter.kvcache.radix import RadixTree
 
 _BLOCK_SIZE = 16
 _LENGTHS = (1024, 8192, 32768)

@@ -23,7 +23,7 @@ from expediter.core.events import (
     Tokens,
 )
 from expediter.core.plan import StepFeatures, TokenLogprobs
-from expediter.core.request import FinishReason, Request, RequestState, SamplingParams
+from expediter.core.request import CacheHint, FinishReason, Request, RequestState, SamplingParams
 from expediter.runtime import frames
 from expediter.runtime.frames import (
     AbortFrame,
@@ -56,6 +56,7 @@ def make_request(request_id: str = "r1") -> Request:
         sampling=SamplingParams(temperature=0.5, seed=-3, logit_bias=((1, -2.0),), logprobs=2),
         priority=-1,
         cache_salt="salt",
+        cache_hint=CacheHint(pin_s=30.0),
         tenant="t",
         arrival_s=1.25,
     )

@@ -17,7 +17,7 @@ from expediter.core.errors import ReplicaError, RequestError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Queued, Rejected, Tokens
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
-from expediter.core.request import FinishReason, Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, FinishReason, Request, SamplingParams, TokenArray
 from expediter.runtime.loop import StepRecord
 
 MAX_FRAME_BYTES: Final = 64 << 20
@@ -36,6 +36,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     sampling: SamplingParams
     priority: int
     cache_salt: str
+    cache_hint: CacheHint | None
     tenant: str
     arrival_s: float
 
@@ -204,6 +205,7 @@ def submit_frame(request: Request) -> Submit:
         sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        cache_hint=request.cache_hint,
         tenant=request.tenant,
         arrival_s=request.arrival_s,
     )
@@ -225,6 +227,7 @@ def request_of(frame: Submit) -> Request:
             sampling=frame.sampling,
             priority=frame.priority,
             cache_salt=frame.cache_salt,
+            cache_hint=frame.cache_hint,
             tenant=frame.tenant,
             arrival_s=frame.arrival_s,
         )
