@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
-from expediter.kvcache.pool import BlockPool
 from expediter.kvcache.node import Node
+from expediter.kvcache.pool import BlockPool
 from expediter.kvcache.radix import RadixTree
 
 _BLOCK_SIZE = 16

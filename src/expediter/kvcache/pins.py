@@ -10,7 +10,7 @@ from expediter.kvcache.node import Node
 class Pins:
     """Who is pinned, until when, and how many blocks that is.
 
-    A pinned node is the last to be evicted, not safe from it. Whoever is above a pinned node is pinned at least as long.
+    A pinned node is the last to be evicted, not safe from it. What is above a pinned node is pinned at least as long.
 
     Args:
         max_blocks: most blocks that pins may hold; those that find no room are no pins.

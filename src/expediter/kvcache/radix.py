@@ -189,7 +189,7 @@ class RadixTree:
         return node
 
     def evict(self, count: int) -> BlockIds:
-        """Remove `count` blocks without owners in the policy's order, leaves first, tails before heads, pinned ones last.
+        """Remove `count` blocks without owners in the policy's order: leaves first, tails before heads, pins last.
 
         Returns their ids in that order; the same blocks in the same order as evicting them one by one.
 
@@ -398,24 +398,9 @@ class RadixTree:
         for node in self._nodes:
             if node is None:
                 continue
-            refs = self._pool.refs[node.blocks]
-            parent = node.parent
-            if parent is None or parent.children is None:
-                raise InvariantError(f"node {node.node_id} hangs in the air")
-            if parent.children.get(node.tokens[: self._block_bytes]) is not node:
-                raise InvariantError(f"node {node.node_id} is not where its tokens lead")
-            if not len(node.blocks) or len(node.tokens) != len(node.blocks) * self._block_bytes:
-                raise InvariantError(
-                    f"node {node.node_id} holds {len(node.tokens)} bytes for {len(node.blocks)} blocks"
-                )
+            self._check_node(node)
             if seen[node.blocks].any() or (self._node_of[node.blocks] != node.node_id).any():
                 raise InvariantError(f"a block of node {node.node_id} lies in two nodes")
-            if (np.diff(refs) > 0).any() or (len(parent.blocks) and refs[0] > self._pool.refs[parent.blocks[-1]]):
-                raise InvariantError(f"owners rise along node {node.node_id}: somebody owns no whole path")
-            if node.stamp > parent.stamp and parent.parent is not None:
-                raise InvariantError(f"node {node.node_id} was used after its parent")
-            if node.pinned_until_s > parent.pinned_until_s and parent.parent is not None:
-                raise InvariantError(f"node {node.node_id} is pinned longer than its parent")
             pinned += len(node.blocks) if node.pinned_until_s else 0
             if self._can_shorten(node) and self._entry(node) not in offered:
                 raise InvariantError(f"leaf {node.node_id} can never be evicted")
@@ -427,3 +412,19 @@ class RadixTree:
         evictable = int((seen & (self._pool.refs == 0)).sum())
         if evictable != self.num_evictable:
             raise InvariantError(f"{evictable} blocks evictable, {self.num_evictable} counted")
+
+    def _check_node(self, node: Node) -> None:
+        refs = self._pool.refs[node.blocks]
+        parent = node.parent
+        if parent is None or parent.children is None:
+            raise InvariantError(f"node {node.node_id} hangs in the air")
+        if parent.children.get(node.tokens[: self._block_bytes]) is not node:
+            raise InvariantError(f"node {node.node_id} is not where its tokens lead")
+        if not len(node.blocks) or len(node.tokens) != len(node.blocks) * self._block_bytes:
+            raise InvariantError(f"node {node.node_id} holds {len(node.tokens)} bytes for {len(node.blocks)} blocks")
+        if (np.diff(refs) > 0).any() or (len(parent.blocks) and refs[0] > self._pool.refs[parent.blocks[-1]]):
+            raise InvariantError(f"owners rise along node {node.node_id}: somebody owns no whole path")
+        if node.stamp > parent.stamp and parent.parent is not None:
+            raise InvariantError(f"node {node.node_id} was used after its parent")
+        if node.pinned_until_s > parent.pinned_until_s and parent.parent is not None:
+            raise InvariantError(f"node {node.node_id} is pinned longer than its parent")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
-from expediter.kvcache.eviction import EvictionPolicy, Lfu, Lru, SegmentedLru
+from expediter.kvcache.eviction import EvictionPolicy, HintedLru, Lfu, Lru, SegmentedLru
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching, IterationLevel, PromptsFirst, StallFree, StaticBatches
 from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
@@ -68,6 +68,7 @@ EVICTIONS: Mapping[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda _: Lru(),
     "lfu": Lfu,
     "segmented_lru": SegmentedLru,
+    "lru_with_hint": lambda _: HintedLru(),
 }
 """Each is made for a pool of so many blocks."""
 VICTIM_RULES: Mapping[str, Callable[[Surroundings], VictimRule]] = {

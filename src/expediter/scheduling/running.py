@@ -39,9 +39,7 @@ class RunningSet:
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def enter(
-        self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float
-    ) -> bool:
+    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room."""
         if not self._free_slots:
             return False
