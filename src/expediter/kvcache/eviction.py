@@ -15,7 +15,7 @@ from typing import Protocol
 from expediter.core.errors import ConfigurationError
 from expediter.kvcache.node import Node
 
-_NUM_STAYS = 100  # evicted nodes over which `HintedLru` averages
+_NUM_GAPS = 100  # first gaps over which `HintedLru` averages
 
 
 class EvictionPolicy(Protocol):
@@ -165,40 +165,37 @@ class HintedLru(Lru):
     """The node whose next use is farthest, by the gaps between its uses so far, or that is idle for long, goes first.
 
     A node is ranked by the time since its last use plus a part of the gap that is expected for it: the exponentially
-    weighted mean of its gaps. What was never reused is expected later than the mean evicted node would have stayed.
-    Gaps vary by orders of magnitude from one to the next, which is why idle time counts more than their mean.
+    weighted mean of its own gaps, or, while it was never reused, the mean first gap of others divided by the share of
+    nodes that were ever reused. Gaps vary much from one to the next, which is why idle time counts more.
 
     Args:
         gap_weight: of the expected gap, against idle time.
-        smoothing: weight of a node's newest gap in its mean, in (0, 1].
-    Source: the idea is that of expected reuse in LRU-K (O'Neil et al., SIGMOD 1993); rank and constants are ours.
+        smoothing: weight of the newest gap in a mean, in (0, 1].
+    Source: expected reuse by past gaps as in LRU-K (O'Neil et al., SIGMOD 1993); rank and constants are ours.
     """
 
-    def __init__(self, gap_weight: float = 0.5, smoothing: float = 0.5) -> None:
+    def __init__(self, gap_weight: float = 0.3, smoothing: float = 0.5) -> None:
         if gap_weight < 0 or not 0 < smoothing <= 1:
             raise ConfigurationError("gap_weight must not be negative, and smoothing must lie in (0, 1]")
         self._gap_weight = gap_weight
         self._smoothing = smoothing
-        self._now_s = 0.0
-        self._stay_s = 0.0
-        self._num_evicted = 0
+        self._num_added = 0
+        self._num_reused = 0
+        self._first_gap_s = 0.0
 
     def added(self, node: Node) -> None:
-        self._now_s = node.used_s
-        node.history = 2 * self._stay_s
+        self._num_added += 1
+        node.history = self._first_gap_s * self._num_added / max(self._num_reused, 1)
 
     def hit(self, node: Node, now_s: float) -> Iterable[Node]:
-        self._now_s = now_s
         gap_s = now_s - node.used_s
-        node.history = gap_s if node.num_hits == 1 else node.history + self._smoothing * (gap_s - node.history)
+        if node.num_hits == 1:
+            self._num_reused += 1
+            self._first_gap_s += (gap_s - self._first_gap_s) / min(self._num_reused, _NUM_GAPS)
+            node.history = gap_s
+        else:
+            node.history += self._smoothing * (gap_s - node.history)
         return ()
-
-    def evicted(self, node: Node, num_blocks: int) -> None:
-        idle_s = self._now_s - node.used_s
-        # Once per node, however many calls it takes; what its client drops says nothing of the room that there is.
-        if num_blocks == len(node.blocks) and idle_s > 0:
-            self._num_evicted = min(self._num_evicted + 1, _NUM_STAYS)
-            self._stay_s += (idle_s - self._stay_s) / self._num_evicted
 
     def key(self, node: Node) -> float:
         return node.used_s - self._gap_weight * node.history
