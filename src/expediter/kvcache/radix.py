@@ -70,7 +70,7 @@ class PrefixMatch(NamedTuple):
 
 def _joined(runs: list[BlockIds]) -> BlockIds:
     """Return the runs as one, read-only. Of many short ones the join of their bytes is faster than `np.concatenate`."""
-    return np.frombuffer(b"".join(runs), np.int32)
+    return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type] # typeshed calls arrays buffers from 3.12 on
 
 
 NO_MATCH = PrefixMatch(_NO_BLOCKS, None)
