@@ -41,6 +41,11 @@ class PrefixMatch(NamedTuple):
         return len(self.blocks)
 
 
+def _joined(runs: list[BlockIds]) -> BlockIds:
+    """Return the runs as one, read-only. Of many short ones the join of their bytes is faster than `np.concatenate`."""
+    return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type] # typeshed calls arrays buffers from 3.12 on
+
+
 NO_MATCH = PrefixMatch(NO_BLOCKS)
 
 
@@ -90,7 +95,7 @@ class RadixTree:
         parts = self._descend(root, 0, tokens, 0, end)[3]
         if not parts:
             return NO_MATCH
-        return PrefixMatch(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return PrefixMatch(parts[0] if len(parts) == 1 else _joined(parts))
 
     def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of `blocks` lie in the tree."""
@@ -122,7 +127,7 @@ class RadixTree:
             node = self._split(node, offset)
         if found:
             canonical = blocks.copy()
-            canonical[num_inserted : num_inserted + found] = np.concatenate(parts)
+            canonical[num_inserted : num_inserted + found] = _joined(parts)
             self._hit(node, first)
         if pos < end:
             node = self._append(node, tokens[pos:end], blocks[num_inserted + found :])
@@ -240,19 +245,20 @@ class RadixTree:
             parts.append(node.blocks[offset : offset + same])
             offset += same
             pos += same * width
-        while pos < end and offset == len(node.blocks) and node.children is not None:
+            if offset < len(node.blocks):
+                return node, offset, pos, parts
+        while pos < end and node.children is not None:
             child = node.children.get(tokens[pos : pos + width])
             if child is None:
                 break
             node = child
-            if pos + len(node.tokens) <= end and tokens.startswith(node.tokens, pos):
-                offset = len(node.blocks)
-                parts.append(node.blocks)
-            else:
+            if not tokens.startswith(node.tokens, pos, end):
                 offset = self._common_blocks(node.tokens, tokens, pos, end)
                 parts.append(node.blocks[:offset])
-            pos += offset * width
-        return node, offset, pos, parts
+                return node, offset, pos + offset * width, parts
+            parts.append(node.blocks)
+            pos += len(node.tokens)
+        return node, len(node.blocks), pos, parts
 
     def _common_blocks(self, run: bytes, tokens: bytes, pos: int, end: int) -> int:
         """Return how many whole leading blocks of `run` equal `tokens[pos:end]`."""
