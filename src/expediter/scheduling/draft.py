@@ -80,12 +80,16 @@ class Draft:
         ordering = self._rules.ordering
         partial = deque(self.running.prefilling)
         if ordering.interleaves:
-            partial = deque(sorted(partial, key=lambda state: ordering.urgency(state, self.now_s)))
+            partial = deque(sorted(partial, key=lambda state: self._waiting.urgency(state, self.now_s)))
         passed: list[RequestState] = []
+        if len(self._waiting) and self._may_start:
+            ordering.tick(self.running.decode_clock)
         # Who just lost its blocks must not fight for them again in the same step.
-        is_open = not self.preempted
+        is_open = not self.preempted and self._may_start
         while self.budget > 0:
             head = self._waiting.first(self.now_s) if is_open else None
+            while partial and partial[0].slot < 0:
+                partial.popleft()  # displaced since
             if partial and (head is None or not self._goes_before(head, partial[0])):
                 self._add_chunk(partial.popleft())
                 continue
@@ -101,14 +105,21 @@ class Draft:
                     other.num_bypassed += 1
             else:
                 passed.append(head)
-            is_open = len(passed) <= self._config.max_scan and all(self._may_be_passed(other) for other in passed)
+            is_open = self._may_start and len(passed) <= self._config.max_scan
+            is_open = is_open and all(self._may_be_passed(other) for other in passed)
         for state in passed:
-            self._waiting.push(state, self.now_s)
+            self._waiting.put_back(state, self.now_s)
         self._judge_queue(passed)
 
     def _goes_before(self, head: RequestState, partial: RequestState) -> bool:
-        ordering = self._rules.ordering
-        return ordering.interleaves and ordering.urgency(head, self.now_s) < ordering.urgency(partial, self.now_s)
+        if not self._rules.ordering.interleaves:
+            return False
+        return self._waiting.urgency(head, self.now_s) < self._waiting.urgency(partial, self.now_s)
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether anybody can get a slot at all."""
+        return self.running.has_slot or self._rules.ordering.displaces
 
     def _needs_more_than_budget(self, state: RequestState) -> bool:
         if state.num_known_tokens <= self.budget:
@@ -127,8 +138,8 @@ class Draft:
     def _judge_queue(self, passed: list[RequestState]) -> None:
         if self.admitted or self.preempted:
             self.queue_is_stuck = False
-        elif len(self._waiting) and self.running.has_slot:
-            # With a slot free, the order and the budget decide who is tried; both must stand still.
+        elif len(self._waiting) and self._may_start:
+            # If somebody can get a slot, the order and the budget decide who is tried; both must stand still.
             still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
             self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
 

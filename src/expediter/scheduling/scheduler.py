@@ -113,6 +113,7 @@ class Scheduler:
         state = RequestState(request, self._next_sequence, request.prompt.tobytes())
         self._next_sequence += 1
         self._requests[request.request_id] = state
+        self.policy.rules.ordering.tick(self._running.decode_clock)
         self._waiting.push(state, now_s)
         self._queue_is_stuck = False
         return [Queued(request.request_id, now_s)]
@@ -274,13 +275,15 @@ class Scheduler:
         decoding = self._running.decoding
         if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
             return 1
+        if self._running.prefilling:  # held up by the budget, which may be another one next time
+            return 1
         if len(self._waiting) and not self._queue_is_stuck:
             return 1
         return decoding.max_run(self.kv.block_size, self.kv.num_available_blocks)
 
     def queue_changes_s(self, now_s: float) -> float:
         """Return the time after which a plan may differ from a repeated one because somebody waited too long."""
-        if not len(self._waiting) or not self._running.has_slot:
+        if not len(self._waiting) or not (self._running.has_slot or self.policy.rules.ordering.displaces):
             return float("inf")
         return self._waiting.next_change_s(now_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from expediter.core.request import RequestState
-from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.lazy_heap import Key, LazyHeap
 from expediter.scheduling.ordering.base import Ordering
 
 
@@ -21,16 +21,22 @@ class WaitingQueue:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._by_age = LazyHeap()
+        self._by_age: LazyHeap[RequestState] = LazyHeap()
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._by_age)
 
     def push(self, state: RequestState, now_s: float) -> None:
-        """Queue a request."""
+        """Queue a request: a new one, or one that was preempted."""
         self._by_age.put(state, (state.request.arrival_s,))
         self._ordering.push(state, now_s)
+        self.num_tokens += state.num_known_tokens
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        """Queue a request again that was removed to be tried, and did not fit."""
+        self._by_age.put(state, (state.request.arrival_s,))
+        self._ordering.put_back(state, now_s)
         self.num_tokens += state.num_known_tokens
 
     def first(self, now_s: float) -> RequestState | None:
@@ -51,6 +57,15 @@ class WaitingQueue:
     def is_over_age(self, state: RequestState, now_s: float) -> bool:
         """Return whether a request has waited longer than the ordering's ageing bound."""
         return now_s - state.request.arrival_s > self._ordering.max_wait_s
+
+    def urgency(self, state: RequestState, now_s: float) -> Key:
+        """Return the key by which requests compare, queued or with a prompt under way: those over the bound first.
+
+        Without the bound, a prompt under way could lose its budget to new arrivals for ever.
+        """
+        if self.is_over_age(state, now_s):
+            return (0.0, state.request.arrival_s)
+        return (1.0, *self._ordering.urgency(state, now_s))
 
     def next_change_s(self, now_s: float) -> float:
         """Return when the order changes by age alone, at the earliest; infinity if it never does.
