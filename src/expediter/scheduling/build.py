@@ -57,7 +57,9 @@ BATCHINGS: Mapping[str, Callable[[], Batching]] = {
 MEMORY_RULES: Mapping[str, Callable[[Surroundings], MemoryRule]] = {
     "paged": lambda around: PagedMemory(around.config.max_preemptions, around.config.watermark_blocks),
     "full": lambda _: FullReservation(),
-    "predicted_peak": lambda around: PredictedPeak(around.config.max_preemptions, around.knowledge),
+    "predicted_peak": lambda around: PredictedPeak(
+        around.config.max_preemptions, around.config.max_num_batched_tokens, around.knowledge
+    ),
 }
 BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
     "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),

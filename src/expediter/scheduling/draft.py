@@ -39,6 +39,7 @@ class Draft:
         budget: tokens that may still be added.
         chunks: planned tokens of prefilling sequences by slot, in batch order.
         preempted: requests to queue again once the step is decided, so that they do not return within it.
+        queue_is_closed: nothing has changed since the waiting requests were refused last, so nobody is tried.
         queue_is_stuck: the waiting requests would meet the same refusals in a next step if nothing comes or goes.
         pad_to: sequences of a static batch, for the features; 0 for no padding.
     """
@@ -54,6 +55,7 @@ class Draft:
         self.admitted: list[Admission] = []
         self.preempted: list[RequestState] = []
         self.events: list[Event] = []
+        self.queue_is_closed = False
         self.queue_is_stuck = True
         self.pad_to = 0
         self._config = config
@@ -81,6 +83,8 @@ class Draft:
         partial = deque(self.running.prefilling)
         if ordering.interleaves:
             partial = deque(sorted(partial, key=lambda state: self._waiting.urgency(state, self.now_s)))
+        if self.queue_is_closed and not partial:
+            return
         passed: list[RequestState] = []
         if len(self._waiting) and self._may_start:
             ordering.tick(self.running.decode_clock)
@@ -140,7 +144,8 @@ class Draft:
             self.queue_is_stuck = False
         elif len(self._waiting) and self._may_start:
             # If somebody can get a slot, the order and the budget decide who is tried; both must stand still.
-            still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
+            rules = self._rules
+            still = rules.ordering.is_static and rules.memory.is_static and (rules.budget.is_static or self.budget > 0)
             self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
 
     def _add_chunk(self, state: RequestState) -> None:

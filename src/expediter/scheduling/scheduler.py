@@ -71,6 +71,7 @@ class Scheduler:
         self._next_step = 0
         self._next_sequence = 0
         self._queue_is_stuck = False
+        self._stuck_until_s = 0.0
         self._draining = False
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -177,11 +178,15 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been applied")
         draft = Draft(self.config, self.policy.rules, self._running, self._waiting, now_s)
+        draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
         self.policy.batching.fill(draft)
         for state in draft.preempted:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
-        self._queue_is_stuck = draft.queue_is_stuck
+        # Once a prompt is complete, its share of the budget is free for others.
+        self._queue_is_stuck = draft.queue_is_stuck and not draft.chunks
+        if not draft.queue_is_closed:
+            self._stuck_until_s = self.queue_changes_s(now_s)
         self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
             self._in_flight, self._in_flight_chunks = plan, chunked
