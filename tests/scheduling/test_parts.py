@@ -79,8 +79,8 @@ def test_presets_name_limits_and_an_ordering_that_exist(name):
 
 def test_sarathi_is_a_preset_and_what_is_none_is_answered_with_those_that_are():
     assert load_preset("sarathi").scheduler == SchedulerConfig()
-    with pytest.raises(ConfigurationError, match=r"no preset 'orca'; there are: .*sarathi"):
-        load_preset("orca")
+    with pytest.raises(ConfigurationError, match=r"no preset 'orcas'; there are: .*sarathi"):
+        load_preset("orcas")
 
 
 # -- orderings --------------------------------------------------------------------------------------------------------

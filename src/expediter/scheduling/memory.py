@@ -102,7 +102,9 @@ class PredictedPeak:
         left = [num_steps + self._left(s, len(s.output)) for s in under_way]
         num_output = decoding.counters[DecodingBatch.OUTPUT, :size].tolist()
         left += [self._left(s, n) for s, n in zip(decoding.states[:size].tolist(), num_output, strict=True)]
-        num_own = kv.blocks_for(state.num_known_tokens) - kv.match(state.token_bytes, state.request.cache_salt).num_blocks
+        num_own = (
+            kv.blocks_for(state.num_known_tokens) - kv.match(state.token_bytes, state.request.cache_salt).num_blocks
+        )
         slots = [*(s.slot for s in running.prefilling), *decoding.slots[:size].tolist()]
         freed = np.array([num_own, *kv.count_exclusive_blocks(np.array(slots, np.intp)).tolist()])
         steps = np.array(left, np.int64)
