@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from expediter.scheduling.ordering.queue import WaitingQueue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +19,12 @@ from expediter.scheduling.build import ORDERINGS, PolicyConfig, Surroundings, ma
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.draft import Draft
+from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import LazyHeap
 from expediter.scheduling.ordering.simple import Fcfs, Lifo, PriorityOrder
 from expediter.scheduling.preemption import LowestPriority
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 
 def state(sequence=0, prompt=(1, 2, 3), *, priority=0, arrival_s=0.0, max_tokens=8, output=(), slot=-1, stops=()):
@@ -247,7 +248,7 @@ def draft_of(running, budget):
     config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 8))
     around = Surroundings(config, running.kv, Knowledge())
     rules = make_policy(PolicyConfig(), around).rules
-    return Draft(config, rules, running, WaitingQueue(rules.ordering), 0.0)
+    return Draft(config, rules, running, WaitingQueue(rules.ordering), Explanations(8), 0.0)
 
 
 def test_a_plan_packs_decodes_before_chunks():

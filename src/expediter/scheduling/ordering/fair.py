@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.lazy_heap import Key, LazyHeap
-from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.base import Ordering, WithoutTargets
 from expediter.scheduling.ordering.prefix import LongestPrefix
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.ordering.simple import Fcfs
-from expediter.scheduling.waiting import WaitingQueue
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
@@ -112,7 +113,7 @@ class _Ledger:
         account.num_decoding += change
 
 
-class _FairOrdering:
+class _FairOrdering(WithoutTargets):
     """What the two fair orderings share: accounts, and that nothing but service counts."""
 
     max_wait_s = math.inf  # their bounds are in service, not in seconds
@@ -145,6 +146,16 @@ class _FairOrdering:
 
     def outranks(self, waiting: RequestState, running: RequestState) -> bool:  # noqa: ARG002 - nobody is displaced
         return False
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Behind in fairness is whose tenant has had more than others that wait."""
+        service, least = self.service(state.request.tenant), self._least()
+        if self._is_behind(service, least):
+            return Reason.FAIRNESS, {"service": service, "least_service": least}
+        return Reason.QUEUED, {}
+
+    def _is_behind(self, service: float, least: float) -> bool:
+        return service > least
 
     def service(self, tenant: str) -> float:
         """Return the weighted tokens that a tenant has got, lifts included, as of the clock."""
@@ -277,6 +288,9 @@ class DeficitPrefix(_FairOrdering):
                 self._place(account, now_s)
             else:
                 return head
+
+    def _is_behind(self, service: float, least: float) -> bool:  # noqa: ARG002 - a round is what counts here
+        return service >= self._round * self._quantum
 
     def _has_credit(self, account: _Account) -> bool:
         return self._ledger.service(account) < self._round * self._quantum
