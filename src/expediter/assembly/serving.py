@@ -12,6 +12,7 @@ from typing import Final
 
 import uvloop
 
+from expediter.assembly.file_config import FileConfig
 from expediter.assembly.presets import Preset
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
@@ -44,7 +45,8 @@ class ServeConfig:
         max_model_len: None for what model and KV pool can hold.
         max_num_batched_tokens: None for the preset's, or what its batching needs.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
-        api_keys: none of them: everybody may come in.
+        api_keys: keys of nobody in particular; none here and none in `file`: everybody may come in.
+        file: SLO classes, and keys of tenants.
         shutdown_timeout_s: for requests in flight at the first signal.
     Raises:
         ConfigurationError: a value is out of range.
@@ -63,6 +65,7 @@ class ServeConfig:
     dtype: str = "auto"
     device: str = "auto"
     api_keys: tuple[str, ...] = ()
+    file: FileConfig = field(default_factory=FileConfig)
     shutdown_timeout_s: float = 30.0
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
@@ -126,7 +129,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             hellos = starting.result()
             service = Service(_gateway_config(config, hellos), supervisor, text, clock)
             drain = Drain()
-            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys), drain)
+            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys, config.file.api_keys), drain)
             await serve_until_signal(
                 make_http_server(app),
                 sock,
@@ -186,6 +189,9 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
     return GatewayConfig(
         model_names=config.model_names,
         max_model_len=max_model_len,
+        slo_classes=config.file.slo_classes,
+        # A request has its own id, the response's and perhaps the client's.
+        max_recent=3 * preset.scheduler.max_explanations * len(hellos),
         num_kv_tokens=min(hello.limits.num_blocks * hello.limits.block_size for hello in hellos),
         info=ServerInfo(
             preset=preset.name,

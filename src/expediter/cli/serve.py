@@ -24,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     network.add_argument("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
     network.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for a key; may be repeated")
+    network.add_argument("--config", metavar="FILE", help="TOML file with SLO classes and keys of tenants")
     network.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that clients use")
     network.add_argument(
         "--shutdown-timeout",
@@ -54,11 +55,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigurationError, ReplicaError: the server cannot start with these flags.
     """
     # Imported here, so that `expediter --help` and other commands do not load a server.
+    from expediter.assembly.file_config import load_file_config
     from expediter.assembly.serving import ServeConfig, serve
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
     from expediter.telemetry.logging_setup import setup_logging
 
     setup_logging("gateway")
+    file = load_file_config(args.config)
     preset = _preset(args)
     folder = resolve_model(args.model)
     name = DEFAULT_MODEL if args.model is None else folder.resolve().name
@@ -76,9 +79,10 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         device=args.device,
         api_keys=tuple(args.api_key),
+        file=file,
         shutdown_timeout_s=args.shutdown_timeout,
     )
-    if args.host not in _LOOPBACK and not args.api_key:
+    if args.host not in _LOOPBACK and not args.api_key and not file.api_keys:
         print(f"expediter: warning: {args.host} may be reached by others, and no --api-key is set", file=sys.stderr)
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
     serve(config, lambda line: print(line, flush=True))
