@@ -89,7 +89,7 @@ class RunningSet:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
-            self._ordering.left(state, self.decode_clock)
+        self._ordering.left(state, self.decode_clock)
         self._give_back(state, now_s, state.request.cache_hint if ends else None)
 
     def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
