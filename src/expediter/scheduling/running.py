@@ -8,7 +8,7 @@ import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.plan import IntArray
-from expediter.core.request import RequestState, Status
+from expediter.core.request import CacheHint, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.decoding import DecodingBatch
@@ -39,12 +39,14 @@ class RunningSet:
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room.
 
         What the host holds of it beyond the match moves in with the plan, and counts as computed.
         """
-        if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks):
+        if not self._free_slots:
+            return False
+        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = self.kv.swap_in(state.slot, state.sequence, match)
@@ -64,7 +66,7 @@ class RunningSet:
             self.decoding.join(state, int(self.kv.num_owned[state.slot]) * self.kv.block_size)
             self._ordering.joined(state, self.decode_clock)
 
-    def advance(self, tokens: IntArray) -> list[RequestState]:
+    def advance(self, tokens: IntArray, now_s: float) -> list[RequestState]:
         """Append a token per step to every decoding sequence; return those that ended, with their blocks back.
 
         Args:
@@ -77,15 +79,15 @@ class RunningSet:
         ended = self.decoding.leave(rows)
         for state in ended:
             self._ordering.left(state, self.decode_clock)
-            self._give_back(state)
+            self._give_back(state, now_s, state.request.cache_hint)
         return ended
 
-    def leave(self, state: RequestState) -> None:
-        """Take a sequence out; its known tokens are complete then, and its blocks are back."""
+    def leave(self, state: RequestState, now_s: float) -> None:
+        """Take a sequence out that ends; its known tokens are complete then, its blocks as its client wished."""
         self._withdraw(state)
-        self._give_back(state)
+        self._give_back(state, now_s, state.request.cache_hint)
 
-    def suspend(self, state: RequestState, swaps: Callable[[int], bool]) -> int:
+    def suspend(self, state: RequestState, now_s: float, swaps: Callable[[int], bool]) -> int:
         """Take a sequence out that will come back; return how many tokens' KV goes to the host for that.
 
         Args:
@@ -97,7 +99,7 @@ class RunningSet:
             num_kept = self.kv.num_kept_blocks(state.slot) * self.kv.block_size
             if num_kept < state.num_computed_tokens and swaps(num_kept):
                 num_swapped = self.kv.swap_out(state.slot, state.sequence, state.num_computed_tokens)
-        self._give_back(state)
+        self._give_back(state, now_s, None)
         return num_swapped
 
     def _withdraw(self, state: RequestState) -> None:
@@ -105,12 +107,12 @@ class RunningSet:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
-            self._ordering.left(state, self.decode_clock)
+        self._ordering.left(state, self.decode_clock)
 
-    def _give_back(self, state: RequestState) -> None:
+    def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""
         self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
-        self.kv.release(state.slot)
+        self.kv.release(state.slot, now_s, hint)
         self._free_slots.append(state.slot)
         state.slot = -1
 
