@@ -72,6 +72,7 @@ class StepPlan:
         block_tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; index it by slot. Column c of
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
+        budget_tokens: most tokens that the step might compute.
         num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
         events: what planning itself did: admissions and preemptions.
     """
@@ -87,6 +88,7 @@ class StepPlan:
     features: StepFeatures
     admitted: tuple[Admission, ...]
     events: list[Event]
+    budget_tokens: int = 0
     num_steps: int = 1
 
     @property

@@ -13,11 +13,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from expediter.core.errors import ReplicaError, RequestError
+from expediter.core.errors import ConfigurationError, ReplicaError, RequestError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Queued, Rejected, Tokens
+from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
 from expediter.core.request import FinishReason, Request, SamplingParams, TokenArray
+from expediter.core.slo import Slo
 from expediter.runtime.loop import StepRecord
 
 MAX_FRAME_BYTES: Final = 64 << 20
@@ -26,7 +28,7 @@ _WIRE_DTYPE: Final = np.dtype("<i4")
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
-    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32."""
+    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32, targets after `arrival_s`."""
 
     request_id: str
     prompt: bytes
@@ -37,6 +39,12 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     priority: int
     cache_salt: str
     tenant: str
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    slo_class: str
+    value: float
+    refuse_late: bool
     arrival_s: float
 
 
@@ -45,6 +53,12 @@ class AbortFrame(msgspec.Struct, frozen=True, tag="abort"):
 
     request_id: str
     reason: FinishReason
+
+
+class ExplainFrame(msgspec.Struct, frozen=True, tag="explain"):
+    """Gateway → replica: say what held this request; an `ExplanationFrame` is the answer."""
+
+    request_id: str
 
 
 class DrainFrame(msgspec.Struct, frozen=True, tag="drain"):
@@ -76,7 +90,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of a replica after a turn of its loop."""
+    """Gauges of a replica after a turn of its loop.
+
+    Attributes:
+        waiting_by_reason: waiting requests by what held them when the last step was planned.
+        actual_step_s, predicted_step_s, step_error_s: sums over the steps that the scheduler has learned from.
+    """
 
     num_running: int
     num_waiting: int
@@ -84,6 +103,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    waiting_by_reason: dict[str, int] = {}
+    actual_step_s: float = 0.0
+    predicted_step_s: float = 0.0
+    step_error_s: float = 0.0
 
 
 class TokensFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,10 +127,18 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", kw_only=True):
     step_id: int = -1
     features: StepFeatures | None = None
     elapsed_s: float = 0.0
+    budget_tokens: int = 0
 
 
-GatewayFrame = Submit | AbortFrame | DrainFrame
-ReplicaFrame = Hello | Failed | Heartbeat | StepFrame
+class ExplanationFrame(msgspec.Struct, frozen=True, tag="explanation"):
+    """Replica → gateway: the answer to an `ExplainFrame`; None if the request is not known (any more)."""
+
+    request_id: str
+    spans: tuple[Span, ...] | None
+
+
+GatewayFrame = Submit | AbortFrame | ExplainFrame | DrainFrame
+ReplicaFrame = Hello | Failed | Heartbeat | StepFrame | ExplanationFrame
 ReplicaEvent = Queued | Rejected | Admitted | Preempted | FirstToken | TokensFrame | Finished
 
 _KINDS: Final = (Queued, Rejected, Admitted, Preempted, FirstToken, TokensFrame, Finished)
@@ -205,6 +236,12 @@ def submit_frame(request: Request) -> Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
+        ttft_s=request.slo.ttft_s,
+        tpot_s=request.slo.tpot_s,
+        e2e_s=request.slo.e2e_s,
+        slo_class=request.slo_class,
+        value=request.value,
+        refuse_late=request.refuse_late,
         arrival_s=request.arrival_s,
     )
 
@@ -226,9 +263,13 @@ def request_of(frame: Submit) -> Request:
             priority=frame.priority,
             cache_salt=frame.cache_salt,
             tenant=frame.tenant,
+            slo=Slo(ttft_s=frame.ttft_s, tpot_s=frame.tpot_s, e2e_s=frame.e2e_s),
+            slo_class=frame.slo_class,
+            value=frame.value,
+            refuse_late=frame.refuse_late,
             arrival_s=frame.arrival_s,
         )
-    except RequestError as error:
+    except (RequestError, ConfigurationError) as error:
         raise ReplicaError(f"invalid request in a frame: {error}") from error
 
 
@@ -250,7 +291,12 @@ def step_frame(events: Iterable[Event], step: StepRecord | None, stats: Stats) -
     if step is None:
         return StepFrame(events=encoded, stats=stats)
     return StepFrame(
-        events=encoded, stats=stats, step_id=step.step_id, features=step.features, elapsed_s=step.elapsed_s
+        events=encoded,
+        stats=stats,
+        step_id=step.step_id,
+        features=step.features,
+        elapsed_s=step.elapsed_s,
+        budget_tokens=step.budget_tokens,
     )
 
 
@@ -266,7 +312,7 @@ def events_of(frame: StepFrame) -> list[ReplicaEvent]:
             raise ReplicaError(f"no event of kind {kind}")
         try:
             event: ReplicaEvent = _EVENT_DECODERS[kind].decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
             raise ReplicaError("malformed event from a replica") from error
         if isinstance(event, TokensFrame):
             _check_tokens(event)

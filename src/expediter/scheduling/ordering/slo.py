@@ -18,8 +18,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.knowledge import Knowledge
@@ -115,6 +117,8 @@ class SloOrdering:
         self._num_changes = 0
         self._dealt_s = -math.inf
         self._since_late = 0
+        self._newly_late: list[tuple[RequestState, float]] = []
+        self._num_refusable = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -123,11 +127,12 @@ class SloOrdering:
         num_tokens = state.num_known_tokens - match.num_blocks * self._kv.block_size
         job = self._job(state, num_tokens)
         self._waiting[state.sequence] = job
+        self._num_refusable += _is_refusable(state)
         if state.sequence > self._last_sequence:
             self._last_sequence = state.sequence
             self._demand.arrive(now_s, job.work, job.value)
         if self._is_late(job, now_s):
-            self._late.put(state, (state.request.arrival_s,))
+            self._defer(state, now_s)
         elif self._is_too_much(job):
             self._spare.put(state, (float(job.num_tokens),))
         else:
@@ -135,7 +140,8 @@ class SloOrdering:
         self._num_changes += 1
 
     def remove(self, state: RequestState) -> None:
-        self._waiting.pop(state.sequence, None)
+        if self._waiting.pop(state.sequence, None) is not None:
+            self._num_refusable -= _is_refusable(state)
         for lane in (self._hopeful, self._spare, self._late):
             if lane.remove(state):
                 self._num_changes += 1
@@ -170,6 +176,30 @@ class SloOrdering:
         """Who can be in time may displace who cannot any more."""
         return waiting in self._hopeful and running.has_missed(self._dealt_s)
 
+    # -- who is late --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_late(self) -> int:
+        return len(self._late)
+
+    @property
+    def may_refuse(self) -> bool:
+        return self._num_refusable > 0
+
+    def newly_late(self, now_s: float) -> Sequence[tuple[RequestState, float]]:
+        if self._num_refusable:
+            self._deal_if_stale(now_s)  # who asked for it wants to know soon, even while nobody else is tried
+        found, self._newly_late = self._newly_late, []
+        return found
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Deferred is who is in the late lane."""
+        if state not in self._late:
+            return Reason.QUEUED, {}
+        job = self._waiting[state.sequence]
+        needs_s = job.num_tokens * self._knowledge.prefill_token_s
+        return Reason.LATE, {"due_s": job.due_s - state.request.arrival_s, "needs_s": needs_s}
+
     # -- what is learned ----------------------------------------------------------------------------------------------
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
@@ -188,7 +218,7 @@ class SloOrdering:
     def _job(self, state: RequestState, num_tokens: int) -> _Job:
         num_output = len(state.output)
         expected = self._knowledge.lengths.predict(state.request, num_output) - num_output
-        return _Job(state, num_tokens, self._due_s(state), 1.0, num_tokens + expected)
+        return _Job(state, num_tokens, self._due_s(state), state.request.value, num_tokens + expected)
 
     def _is_too_much(self, job: _Job) -> bool:
         return job.work > self._demand.max_work_per_value * job.value
@@ -209,8 +239,12 @@ class SloOrdering:
             if not self._is_late(self._waiting[state.sequence], now_s):
                 return state
             lane.remove(state)
-            self._late.put(state, (state.request.arrival_s,))
+            self._defer(state, now_s)
         return None
+
+    def _defer(self, state: RequestState, now_s: float) -> None:
+        self._late.put(state, (state.request.arrival_s,))
+        self._newly_late.append((state, now_s))
 
     def _deal_if_stale(self, now_s: float) -> None:
         num_in_time = len(self._hopeful) + len(self._spare)
@@ -244,9 +278,14 @@ class SloOrdering:
             if state.sequence in hopeful:
                 self._hopeful.put(state, (job.due_s,))
             elif self._is_late(job, now_s):
-                self._late.put(state, (state.request.arrival_s,))
+                self._defer(state, now_s)
             else:
                 self._spare.put(state, (float(job.num_tokens),))
+
+
+def _is_refusable(state: RequestState) -> bool:
+    # Who has started once may have been answered in part.
+    return state.request.refuse_late and state.first_scheduled_s is None
 
 
 def _by_deadline(job: _Job) -> tuple[float, int]:
