@@ -41,24 +41,29 @@ class PlanRecorder:
         return plan
 
 
+TARGETS = Slo(ttft_s=1.0, tpot_s=0.1)
+
+
 class Ignored:
     def emit(self, events, step):
         pass
-
-
-def with_targets(trace):
-    return [replace(request, slo=Slo(ttft_s=1.0, tpot_s=0.1)) for request in trace.requests()]
 
 
 def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, ordering):
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 200}
     simulation = build_simulation(
         SimulationConfig(
-            step_time=step_time, num_blocks=num_blocks, block_size=4, ordering=ordering, jumps=False, **limits
+            step_time=step_time,
+            num_blocks=num_blocks,
+            block_size=4,
+            ordering=ordering,
+            slo=TARGETS,
+            jumps=False,
+            **limits,
         )
     )
     simulated = PlanRecorder(simulation.schedulers[0])
-    report = simulation.run(with_targets(trace))
+    report = simulation.run(trace)
 
     scheduler = build_scheduler(
         config=SchedulerConfig(**limits),
@@ -70,9 +75,10 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
     executor_limits = ExecutorLimits(
         num_blocks=num_blocks, block_size=4, max_model_len=200, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs
     )
+    requests = [replace(request, slo=TARGETS) for request in trace.requests()]
     clock = VirtualClock()
     executor = FakeExecutor(executor_limits, step_time=step_time, clock=clock)
-    num_steps = run_recorded(with_targets(trace), scheduler, executor, clock, Ignored())
+    num_steps = run_recorded(requests, scheduler, executor, clock, Ignored())
     assert num_steps == report.num_steps == len(live.plans)
     return simulated.plans, live.plans
 

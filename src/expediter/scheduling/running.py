@@ -83,7 +83,7 @@ class RunningSet:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
-            self._ordering.left(state, self.decode_clock)
+        self._ordering.left(state, self.decode_clock)
         self._give_back(state)
 
     def _give_back(self, state: RequestState) -> None:
