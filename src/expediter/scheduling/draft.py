@@ -190,7 +190,7 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
-        if not self.running.enter(state, match, num_tokens, spare):
+        if not self.running.enter(state, match, num_tokens, spare, self.now_s):
             self._note_refusal(state, kv.shortage(match, num_tokens, spare))
             return False
         self._announce(state, match.num_blocks * kv.block_size)
@@ -256,7 +256,7 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
-        self.running.leave(state)
+        self.running.leave(state, self.now_s, ends=False)
         state.move(Status.PREEMPTED)
         num_lost, name = state.num_computed_tokens, beneficiary.request_id
         self.events.append(Preempted(state.request_id, self.now_s, cause, num_lost, name))

@@ -160,7 +160,7 @@ class Scheduler:
         if state.status is Status.RUNNING:
             if self._in_flight is not None:
                 self._dropped.add(state.slot)
-            self._running.leave(state)
+            self._running.leave(state, now_s)
         else:
             self._waiting.remove(state)
         return [self._finish(state, now_s, reason)]
@@ -294,7 +294,7 @@ class Scheduler:
         tokens = result.tokens[:, columns]
         decoding = self._running.decoding
         events.append(Tokens(now_s, decoding.states[: decoding.size].copy(), tokens, columns))
-        return self._running.advance(tokens)
+        return self._running.advance(tokens, now_s)
 
     def _apply_chunks(
         self, plan: StepPlan, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]
@@ -326,7 +326,7 @@ class Scheduler:
         events.append(Tokens(now_s, owners, tokens, np.array(columns)))
         ended = [s for s in caught_up if len(s.output) == s.request.max_tokens or _stops(s)]
         for state in ended:
-            self._running.leave(state)
+            self._running.leave(state, now_s)
         self._running.catch_up([state for state in caught_up if state.status is Status.RUNNING and state.slot >= 0])
         return ended
 
