@@ -112,7 +112,7 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
 
 MUTATIONS = {
     double_free_of_a_shared_block_on_a_block_edge: (
-        "rise along|miscounted|evict|freed twice",
+        "rise along|counted|evict|freed twice|hangs",
         "freed twice|the model says|no leaf can go",
     ),
     leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used"),

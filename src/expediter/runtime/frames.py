@@ -38,7 +38,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     sampling: SamplingParams
     priority: int
     cache_salt: str
-    cache_hint: CacheHint | None
+    pin_s: float
+    drop: bool
     tenant: str
     ttft_s: float | None
     tpot_s: float | None
@@ -236,7 +237,8 @@ def submit_frame(request: Request) -> Submit:
         sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        cache_hint=request.cache_hint,
+        pin_s=0.0 if request.cache_hint is None else request.cache_hint.pin_s,
+        drop=request.cache_hint is not None and request.cache_hint.drop,
         tenant=request.tenant,
         ttft_s=request.slo.ttft_s,
         tpot_s=request.slo.tpot_s,
@@ -264,7 +266,7 @@ def request_of(frame: Submit) -> Request:
             sampling=frame.sampling,
             priority=frame.priority,
             cache_salt=frame.cache_salt,
-            cache_hint=frame.cache_hint,
+            cache_hint=CacheHint(pin_s=frame.pin_s, drop=frame.drop) if frame.pin_s or frame.drop else None,
             tenant=frame.tenant,
             slo=Slo(ttft_s=frame.ttft_s, tpot_s=frame.tpot_s, e2e_s=frame.e2e_s),
             slo_class=frame.slo_class,
