@@ -13,7 +13,10 @@ from expediter.scheduling.running import RunningSet
 
 
 class MemoryRule(Protocol):
-    """Decides what a request must find free to start; it gets blocks for at least its known tokens."""
+    """Decides what a request must find free to start; it gets blocks for at least its known tokens.
+
+    Asked for the leader of a group: its followers get the same, less the full blocks of the prompt, which they share.
+    """
 
     def reserve_tokens(self, state: RequestState) -> int:
         """Return the tokens that the request gets blocks for at once."""
@@ -75,8 +78,9 @@ class PredictedPeak:
     def spare_blocks(self, state: RequestState, running: RunningSet) -> int:
         if not len(running):
             return 0  # alone it fits, whatever it grows to: else it would have been refused
-        states = [state, *running.prefilling, *running.decoding.states[: running.decoding.size].tolist()]
-        num_output = [len(s.output) for s in states[: 1 + len(running.prefilling)]]
+        states = [member for leader in (state, *running.prefilling) for member in leader.members]
+        num_output = [len(s.output) for s in states]
+        states += running.decoding.states[: running.decoding.size].tolist()
         num_output += running.decoding.counters[DecodingBatch.OUTPUT, : running.decoding.size].tolist()
         left = np.array(
             [self._lengths.predict(s.request, n) - n for s, n in zip(states, num_output, strict=True)], np.int64
