@@ -193,6 +193,7 @@ class Service:
         sampling = self._sampling(body, num_alternatives)
         stop_token_ids = self._stop_token_ids(body)
         stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+        now_s = self._clock.now()
         choices: list[Choice] = []
         for prompt in prompts:
             length = self._max_tokens(len(prompt.tokens), prompt_field, max_tokens, default_max_tokens)
@@ -208,7 +209,7 @@ class Service:
                     sampling=_with_seed(sampling, number),
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
-                    arrival_s=self._clock.now(),
+                    arrival_s=now_s,
                 )
                 choices.append(
                     Choice(

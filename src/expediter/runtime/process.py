@@ -34,7 +34,7 @@ from expediter.runtime.frames import (
     Stats,
     decode_gateway_frame,
     encode_frame,
-    request_of,
+    requests_of,
     step_frame,
 )
 from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, SchedulerPort, StepRecord
@@ -150,7 +150,7 @@ def _command_of(frame: GatewayFrame) -> Command:
         case DrainFrame():
             return Drain()
         case _:
-            return request_of(frame)
+            return requests_of(frame)
 
 
 class SocketSink:
