@@ -74,7 +74,7 @@ def test_tiny_grouped_query_llama(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_greedy_groups(device: str) -> None:
-    """Every sequence of a group says what `generate` says, forked inside blocks and at their edges, preempted or not."""
+    """Every sequence of a group says what `generate` says, forked inside blocks and at their edges, and preempted."""
     rng = random.Random(5)
     model = tiny_llama(device=device)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 16, 17, 33, 46, 40, 9, 64)]

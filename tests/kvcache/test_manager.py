@@ -122,7 +122,6 @@ def test_exclusive_blocks_are_those_that_would_come_back():
     kv.admit(0, NO_MATCH, 7, 0)
     kv.commit(0, tokens, "", 6)
 
-
     def exclusive(slots, kept=NO_MATCH):
         leaving = np.zeros(12, np.int32)
         return [kv.num_exclusive_blocks(slot, kept, leaving) for slot in slots]

@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(sketches=st.lists(SKETCHES, min_size=1, max_size=4))
     def add(self, sketches):
-        driver, scheduler = self.driver, self.driver.scheduler
+        driver = self.driver
         for sketch in sketches:
             request = Request(
                 request_id=f"r{self.num_added}",

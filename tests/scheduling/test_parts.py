@@ -18,6 +18,7 @@ from expediter.scheduling.build import ORDERINGS, PolicyConfig, Surroundings, ma
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.draft import Draft
+from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import LazyHeap
 from expediter.scheduling.ordering.simple import Fcfs, Lifo, PriorityOrder
@@ -247,7 +248,7 @@ def draft_of(running, budget):
     config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 8))
     around = Surroundings(config, running.kv, Knowledge())
     rules = make_policy(PolicyConfig(), around).rules
-    return Draft(config, rules, running, WaitingQueue(rules.ordering), 0.0)
+    return Draft(config, rules, running, WaitingQueue(rules.ordering), Explanations(8), 0.0)
 
 
 def test_a_plan_packs_decodes_before_chunks():

@@ -1,22 +1,25 @@
 """Facts that the scheduler reports. Metrics, streams and logs are derived from them, nowhere else.
 
 For each request: one `Queued` or `Rejected`; then any number of `Admitted` and `Preempted` in turn, `FirstToken` once,
-`Tokens` as they come; then exactly one `Finished`, after which nothing follows.
+`Tokens` as they come; then exactly one `Finished`, after which nothing follows. A request that asked for it may be
+`Rejected` as long as it has never been admitted: that is its end, then.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from expediter.core.request import FinishReason
+from expediter.core.slo import NO_SLO, Slo
 
 
 class RejectReason(enum.Enum):
-    """Why a request was refused at once."""
+    """Why a request was refused."""
 
     TOO_LONG = "too_long"
     """Prompt plus max_tokens exceeds max_model_len."""
@@ -26,6 +29,8 @@ class RejectReason(enum.Enum):
     """It has more sequences than the replica has slots."""
     SHUTDOWN = "shutdown"
     """The scheduler is draining."""
+    LATE = "late"
+    """It cannot meet its targets any more, and asked to be refused then."""
 
 
 class PreemptCause(enum.Enum):
@@ -39,8 +44,13 @@ class PreemptCause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
+    """Came in; what it is judged by comes along."""
+
     request_id: str
     now_s: float
+    tenant: str = ""
+    slo_class: str = ""
+    slo: Slo = NO_SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,7 @@ class Rejected:
 class Admitted:
     """Entered the running set; `num_cached_tokens` are reused, `num_known_tokens` is what has to be computed in all.
 
+    `held_s` is how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
     For a follower all tokens count as reused: its leader computes them.
     """
 
@@ -63,6 +74,7 @@ class Admitted:
     num_known_tokens: int
     num_cached_tokens: int
     resumed: bool
+    held_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,8 @@ class Preempted:
     cause: PreemptCause
     num_lost_tokens: int
     """Computed tokens given up; what the prefix cache still holds at resumption comes back."""
+    for_request_id: str = ""
+    """Who goes before it, or the first of those that needed a block."""
 
 
 @dataclass(frozen=True, slots=True)

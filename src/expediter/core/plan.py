@@ -81,6 +81,7 @@ class StepPlan:
         block_tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; index it by slot. Column c of
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
+        budget_tokens: most tokens that the step might compute.
         num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
         events: what planning itself did: admissions and preemptions.
     """
@@ -98,6 +99,7 @@ class StepPlan:
     events: list[Event]
     sample_slots: IntArray
     copies: IntArray = field(default_factory=lambda: NO_COPIES)
+    budget_tokens: int = 0
     num_steps: int = 1
 
     @property

@@ -85,6 +85,9 @@ class Request:
         priority: lower runs first (vLLM's convention).
         cache_salt: root of the prefix cache; requests under different salts never share blocks.
         slo: its targets.
+        slo_class: name of the class that they come from, for metrics; "" for none.
+        value: weight in goodput, relative to other requests.
+        refuse_late: if it cannot be in time any more before it has started, refuse it instead of serving it late.
         arrival_s: when it came in, in the driver's clock.
     Raises:
         RequestError: a field is out of range.
@@ -100,6 +103,9 @@ class Request:
     cache_salt: str = ""
     tenant: str = ""
     slo: Slo = NO_SLO
+    slo_class: str = ""
+    value: float = 1.0
+    refuse_late: bool = False
     arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,6 +117,8 @@ class Request:
             raise RequestError("max_tokens must be at least 1", param="max_tokens")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError("min_tokens must lie between 0 and max_tokens", param="min_tokens")
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise RequestError("value must be a finite number above 0", param="value")
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -14,11 +14,13 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from expediter.core.errors import ReplicaError, RequestError
+from expediter.core.errors import ConfigurationError, ReplicaError, RequestError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Queued, Rejected, Tokens
+from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
 from expediter.core.request import FinishReason, Request, SamplingParams, TokenArray
+from expediter.core.slo import Slo
 from expediter.runtime.loop import StepRecord
 
 MAX_FRAME_BYTES: Final = 64 << 20
@@ -27,7 +29,7 @@ _WIRE_DTYPE: Final = np.dtype("<i4")
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
-    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32.
+    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32, targets after `arrival_s`.
 
     With several sequences it is a group: each has an id and a sampling of its own.
     """
@@ -41,6 +43,12 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     priority: int
     cache_salt: str
     tenant: str
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    slo_class: str
+    value: float
+    refuse_late: bool
     arrival_s: float
 
 
@@ -49,6 +57,12 @@ class AbortFrame(msgspec.Struct, frozen=True, tag="abort"):
 
     request_id: str
     reason: FinishReason
+
+
+class ExplainFrame(msgspec.Struct, frozen=True, tag="explain"):
+    """Gateway → replica: say what held this request; an `ExplanationFrame` is the answer."""
+
+    request_id: str
 
 
 class DrainFrame(msgspec.Struct, frozen=True, tag="drain"):
@@ -80,7 +94,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of a replica after a turn of its loop."""
+    """Gauges of a replica after a turn of its loop.
+
+    Attributes:
+        waiting_by_reason: waiting requests by what held them when the last step was planned.
+        actual_step_s, predicted_step_s, step_error_s: sums over the steps that the scheduler has learned from.
+    """
 
     num_running: int
     num_waiting: int
@@ -88,6 +107,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    waiting_by_reason: dict[str, int] = {}
+    actual_step_s: float = 0.0
+    predicted_step_s: float = 0.0
+    step_error_s: float = 0.0
 
 
 class TokensFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,10 +131,18 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", kw_only=True):
     step_id: int = -1
     features: StepFeatures | None = None
     elapsed_s: float = 0.0
+    budget_tokens: int = 0
 
 
-GatewayFrame = Submit | AbortFrame | DrainFrame
-ReplicaFrame = Hello | Failed | Heartbeat | StepFrame
+class ExplanationFrame(msgspec.Struct, frozen=True, tag="explanation"):
+    """Replica → gateway: the answer to an `ExplainFrame`; None if the request is not known (any more)."""
+
+    request_id: str
+    spans: tuple[Span, ...] | None
+
+
+GatewayFrame = Submit | AbortFrame | ExplainFrame | DrainFrame
+ReplicaFrame = Hello | Failed | Heartbeat | StepFrame | ExplanationFrame
 ReplicaEvent = Queued | Rejected | Admitted | Preempted | FirstToken | TokensFrame | Finished
 
 _KINDS: Final = (Queued, Rejected, Admitted, Preempted, FirstToken, TokensFrame, Finished)
@@ -210,6 +241,12 @@ def submit_frame(requests: Sequence[Request]) -> Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
+        ttft_s=request.slo.ttft_s,
+        tpot_s=request.slo.tpot_s,
+        e2e_s=request.slo.e2e_s,
+        slo_class=request.slo_class,
+        value=request.value,
+        refuse_late=request.refuse_late,
         arrival_s=request.arrival_s,
     )
 
@@ -233,9 +270,13 @@ def requests_of(frame: Submit) -> tuple[Request, ...]:
             priority=frame.priority,
             cache_salt=frame.cache_salt,
             tenant=frame.tenant,
+            slo=Slo(ttft_s=frame.ttft_s, tpot_s=frame.tpot_s, e2e_s=frame.e2e_s),
+            slo_class=frame.slo_class,
+            value=frame.value,
+            refuse_late=frame.refuse_late,
             arrival_s=frame.arrival_s,
         )
-    except RequestError as error:
+    except (RequestError, ConfigurationError) as error:
         raise ReplicaError(f"invalid request in a frame: {error}") from error
     others = zip(frame.request_ids[1:], frame.samplings[1:], strict=True)
     return (first, *(replace(first, request_id=name, sampling=sampling) for name, sampling in others))
@@ -259,7 +300,12 @@ def step_frame(events: Iterable[Event], step: StepRecord | None, stats: Stats) -
     if step is None:
         return StepFrame(events=encoded, stats=stats)
     return StepFrame(
-        events=encoded, stats=stats, step_id=step.step_id, features=step.features, elapsed_s=step.elapsed_s
+        events=encoded,
+        stats=stats,
+        step_id=step.step_id,
+        features=step.features,
+        elapsed_s=step.elapsed_s,
+        budget_tokens=step.budget_tokens,
     )
 
 
@@ -275,7 +321,7 @@ def events_of(frame: StepFrame) -> list[ReplicaEvent]:
             raise ReplicaError(f"no event of kind {kind}")
         try:
             event: ReplicaEvent = _EVENT_DECODERS[kind].decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigurationError) as error:
             raise ReplicaError("malformed event from a replica") from error
         if isinstance(event, TokensFrame):
             _check_tokens(event)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from expediter.core.events import Event
+from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, StepPlan, StepResult, TokenLogprobs
 from expediter.core.ports import Clock, Executor
 from expediter.core.request import FinishReason, Request
@@ -28,7 +29,14 @@ class Drain:
     """Take no new requests; finish what is there."""
 
 
-Command = tuple[Request, ...] | Abort | Drain
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Say what held a request; the answer goes to the sink."""
+
+    request_id: str
+
+
+Command = tuple[Request, ...] | Abort | Drain | Explain
 """A request comes as the sequences of its group, most often one."""
 
 
@@ -48,6 +56,8 @@ class SchedulerPort(Protocol):
 
     def drain(self) -> None: ...
 
+    def explain(self, request_id: str, now_s: float) -> tuple[Span, ...] | None: ...
+
 
 class Inbox(Protocol):
     """Where commands come from."""
@@ -65,6 +75,7 @@ class StepRecord:
     features: StepFeatures
     elapsed_s: float
     logprobs: tuple[TokenLogprobs | None, ...] | None
+    budget_tokens: int = 0
 
 
 class StepSink(Protocol):
@@ -72,6 +83,10 @@ class StepSink(Protocol):
 
     def emit(self, events: list[Event], step: StepRecord | None) -> None:
         """Take the events in order; `step` is None when nothing was executed."""
+        ...
+
+    def explained(self, request_id: str, spans: tuple[Span, ...] | None) -> None:
+        """Take the answer to an `Explain`; None if the request is not known (any more)."""
         ...
 
 
@@ -102,7 +117,7 @@ class ReplicaLoop:
             features = plan.features  # the plan's arrays are the scheduler's own and change with `apply`
             result = self._executor.execute(plan)
             events += self._scheduler.apply(result, self._clock.now())
-            step = StepRecord(plan.step_id, features, result.elapsed_s, result.logprobs)
+            step = StepRecord(plan.step_id, features, result.elapsed_s, result.logprobs, plan.budget_tokens)
         self._sink.emit(events, step)
         return step is not None
 
@@ -114,6 +129,8 @@ class ReplicaLoop:
                     events += self._scheduler.add_group(command, command[0].arrival_s)
                 case Abort():
                     events += self._scheduler.abort(command.request_id, self._clock.now(), command.reason)
+                case Explain(request_id):
+                    self._sink.explained(request_id, self._scheduler.explain(request_id, self._clock.now()))
                 case Drain():
                     self._scheduler.drain()
         return events

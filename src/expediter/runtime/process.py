@@ -20,11 +20,14 @@ from typing import Final, NamedTuple, Protocol
 
 from expediter.core.errors import ExpediterError, ReplicaError
 from expediter.core.events import Event
+from expediter.core.explanation import Span
 from expediter.core.ports import Clock, Executor
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import (
     AbortFrame,
     DrainFrame,
+    ExplainFrame,
+    ExplanationFrame,
     Failed,
     FrameSplitter,
     GatewayFrame,
@@ -37,8 +40,9 @@ from expediter.runtime.frames import (
     requests_of,
     step_frame,
 )
-from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, SchedulerPort, StepRecord
+from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, SchedulerPort, StepRecord
 from expediter.runtime.spec import ReplicaSpec, decode_spec
+from expediter.scheduling.knowledge import Knowledge
 
 HEARTBEAT_S: Final = 0.5
 _RECEIVE_BYTES: Final = 1 << 16
@@ -74,7 +78,13 @@ class MeasuredScheduler(SchedulerPort, Protocol):
     def num_pending_tokens(self) -> int: ...
 
     @property
+    def num_waiting_by_reason(self) -> dict[str, int]: ...
+
+    @property
     def kv(self) -> KVGauges: ...
+
+    @property
+    def knowledge(self) -> Knowledge: ...
 
 
 class BuiltReplica(NamedTuple):
@@ -147,6 +157,8 @@ def _command_of(frame: GatewayFrame) -> Command:
     match frame:
         case AbortFrame():
             return Abort(frame.request_id, frame.reason)
+        case ExplainFrame():
+            return Explain(frame.request_id)
         case DrainFrame():
             return Drain()
         case _:
@@ -171,6 +183,9 @@ class SocketSink:
             self.send(step_frame(events, step, self._stats()))
         self._turn_started_s = self._clock.now()
 
+    def explained(self, request_id: str, spans: tuple[Span, ...] | None) -> None:
+        self.send(ExplanationFrame(request_id, spans))
+
     def send(self, frame: ReplicaFrame) -> None:
         """Send one frame; blocks while the gateway is behind, which slows the replica down instead of growing a queue.
 
@@ -191,6 +206,7 @@ class SocketSink:
 
     def _stats(self) -> Stats:
         scheduler = self._scheduler
+        step_time = scheduler.knowledge.step_time
         return Stats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -198,6 +214,10 @@ class SocketSink:
             num_blocks=scheduler.kv.num_blocks,
             num_used_blocks=scheduler.kv.num_used_blocks,
             num_cached_blocks=scheduler.kv.num_cached_blocks,
+            waiting_by_reason=scheduler.num_waiting_by_reason if scheduler.num_waiting else {},
+            actual_step_s=step_time.actual_s,
+            predicted_step_s=step_time.predicted_s,
+            step_error_s=step_time.error_s,
         )
 
 

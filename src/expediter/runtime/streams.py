@@ -39,11 +39,13 @@ class RequestStream:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_pending_tokens: int = 0
+    has_started: bool = False
     _items: list[StreamItem] = field(default_factory=list)
 
     def push(self, item: Admitted | Finished | Rejected) -> None:
         if isinstance(item, Admitted) and not item.resumed:
             self.num_cached_tokens = item.num_cached_tokens
+        self.has_started = True
         self._items.append(item)
         self.wake.set()
 
@@ -57,6 +59,11 @@ class RequestStream:
         if logprobs is not None:
             last.logprobs.append(logprobs)
         self.wake.set()
+
+    @property
+    def rejection(self) -> Rejected | None:
+        """The event by which it was refused, unless it was taken."""
+        return next((item for item in self._items if isinstance(item, Rejected)), None)
 
     def take(self) -> list[StreamItem]:
         """Return what has come since the last call; never waits (`wake` is for that)."""

@@ -17,6 +17,8 @@ from expediter.core.request import FinishReason, Request
 from expediter.runtime.frames import (
     AbortFrame,
     DrainFrame,
+    ExplainFrame,
+    ExplanationFrame,
     Failed,
     Heartbeat,
     Hello,
@@ -29,6 +31,7 @@ from expediter.runtime.frames import (
     events_of,
     submit_frame,
 )
+from expediter.runtime.questions import Answer, Questions
 from expediter.runtime.replica_process import ReplicaProcess
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.streams import RequestStream
@@ -86,6 +89,7 @@ class _Replica:
     process: ReplicaProcess | None = None
     hello: Hello | None = None
     in_flight: dict[str, RequestStream] = field(default_factory=dict)
+    questions: Questions = field(default_factory=Questions)
     num_pending_tokens: int = 0
     last_frame_s: float = 0.0
     turn_age_s: float = 0.0
@@ -204,7 +208,7 @@ class Supervisor:
         for stream in streams:
             replica.in_flight[stream.request.request_id] = stream
         replica.num_pending_tokens += num_prompt_tokens
-        replica.metrics.record(Queued(request.request_id, request.arrival_s) for request in requests)
+        replica.metrics.record(Queued(r.request_id, r.arrival_s, r.tenant, r.slo_class, r.slo) for r in requests)
         return streams
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -212,6 +216,26 @@ class Supervisor:
         for replica in self._replicas:
             if request_id in replica.in_flight and replica.process is not None:
                 replica.process.send(AbortFrame(request_id, reason))
+
+    async def explain(self, request_id: str, timeout_s: float = 5.0) -> Answer:
+        """Ask the replicas what held a request; None if none of them knows it (any more).
+
+        Raises:
+            CapacityError: a replica that may know it did not answer in time.
+        """
+        running = [replica for replica in self._replicas if replica.process is not None and replica.hello is not None]
+        owners = [replica for replica in running if request_id in replica.in_flight] or running
+        waits = []
+        for replica in owners:
+            if replica.process is not None:
+                waits.append(replica.questions.ask(request_id))
+                replica.process.send(ExplainFrame(request_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await asyncio.gather(*waits)
+        except TimeoutError as error:
+            raise CapacityError("the replica is busy and did not answer in time") from error
+        return next((answer for answer in answers if answer is not None), None)
 
     # ---- state
 
@@ -272,6 +296,7 @@ class Supervisor:
             replica.process = None
             replica.state = ReplicaState.DOWN
             replica.metrics.set_up(False)
+            replica.questions.give_up()
             self._lose_requests(replica)
             exit_code = await asyncio.shield(process.end())
         return exit_code
@@ -290,12 +315,15 @@ class Supervisor:
                 self._fail_start(ConfigurationError(frame.message))
             case Heartbeat():
                 replica.turn_age_s = frame.turn_age_s
+            case ExplanationFrame():
+                replica.questions.answer(frame.request_id, frame.spans)
             case StepFrame():
                 for event in events_of(frame):
                     self._pass_on(replica, event)
                 replica.turn_age_s = 0.0
                 self._show(replica, frame.stats)
                 if frame.features is not None:
+                    replica.metrics.record_step(frame.features, frame.budget_tokens)
                     self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
         if replica.state is ReplicaState.STALLED:
             logger.info("replica %d is moving again", replica.spec.replica_id)
@@ -349,7 +377,9 @@ class Supervisor:
             num_pending_tokens=stats.num_pending_tokens,
             num_used_blocks=stats.num_used_blocks,
             num_blocks=stats.num_blocks,
+            waiting_by_reason=stats.waiting_by_reason,
         )
+        replica.metrics.set_step_times(stats.actual_step_s, stats.predicted_step_s, stats.step_error_s)
 
     # ---- watching
 

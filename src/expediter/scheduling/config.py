@@ -24,6 +24,7 @@ class SchedulerConfig:
         max_scan: waiting requests looked at behind a blocked one, per step.
         tenant_weights: share of each tenant under the fair orderings; 1 for who is not named.
         watermark_blocks: blocks that admission leaves available for the growth of what runs already.
+        max_explanations: ended requests whose explanation is kept.
     Raises:
         ConfigurationError: a limit is out of range.
     """
@@ -35,13 +36,14 @@ class SchedulerConfig:
     max_bypasses: int = 32
     max_scan: int = 8
     watermark_blocks: int = 0
+    max_explanations: int = 1024
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scan"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_preemptions", "max_bypasses", "watermark_blocks"):
+        for name in ("max_preemptions", "max_bypasses", "watermark_blocks", "max_explanations"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name)}")
         for tenant, weight in self.tenant_weights.items():

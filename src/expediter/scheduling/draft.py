@@ -10,12 +10,14 @@ import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, PreemptCause, Preempted
+from expediter.core.explanation import Detail, Reason
 from expediter.core.plan import Admission, IntArray, StepFeatures, StepPlan
 from expediter.core.request import RequestState, Status
 from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.budget import BudgetRule
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
 from expediter.scheduling.preemption import VictimRule
@@ -48,25 +50,36 @@ class Draft:
         chunks: planned tokens of prefilling sequences by slot, in batch order.
         preempted: requests to queue again once the step is decided, so that they do not return within it.
         queue_is_stuck: the waiting requests would meet the same refusals in a next step if nothing comes or goes.
+        held_by: what keeps the rest of the queue from being tried.
+        refused: how many waiting requests were tried in vain, by reason.
         pad_to: sequences of a static batch, for the features; 0 for no padding.
     """
 
     def __init__(
-        self, config: SchedulerConfig, rules: Rules, running: RunningSet, waiting: WaitingQueue, now_s: float
+        self,
+        config: SchedulerConfig,
+        rules: Rules,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        explanations: Explanations,
+        now_s: float,
     ) -> None:
         self.now_s = now_s
         self.running = running
-        self.budget = rules.budget.tokens(running, now_s)
+        self.budget = self.full_budget = rules.budget.tokens(running, now_s)
         self.has_decodes = False
         self.chunks: dict[int, int] = {}
         self.admitted: list[Admission] = []
         self.preempted: list[RequestState] = []
         self.events: list[Event] = []
         self.queue_is_stuck = True
+        self.held_by = Reason.BATCH
+        self.refused: dict[Reason, int] = {}
         self.pad_to = 0
         self._config = config
         self._rules = rules
         self._waiting = waiting
+        self._explanations = explanations
 
     # -- moves of a batching ------------------------------------------------------------------------------------------
 
@@ -113,6 +126,7 @@ class Draft:
         for state in passed:
             self._waiting.push(state, self.now_s)
         self._judge_queue(passed)
+        self.held_by = self._why_held(passed)
 
     def _goes_before(self, head: RequestState, partial: RequestState) -> bool:
         ordering = self._rules.ordering
@@ -140,6 +154,13 @@ class Draft:
             still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
             self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
 
+    def _why_held(self, passed: list[RequestState]) -> Reason:
+        """Return why nobody else was tried."""
+        if passed:
+            return Reason.NO_BLOCKS if self.running.has_slot else Reason.NO_SLOT
+        # Who does not fit whole lacks budget as well.
+        return Reason.PREEMPTED if self.preempted and self.budget > 0 else Reason.BUDGET
+
     def _add_chunk(self, state: RequestState) -> None:
         chunk = min(state.num_known_tokens - state.num_computed_tokens, self.budget)
         self.chunks[state.slot] = chunk
@@ -162,6 +183,8 @@ class Draft:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare):
+            own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
+            self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
             return False
         num_cached = match.num_blocks * kv.block_size
         rules.ordering.admitted(state, state.num_known_tokens - num_cached, self.running.decode_clock)
@@ -171,6 +194,15 @@ class Draft:
         self._add_chunk(state)
         return True
 
+    def _note_refusal(self, state: RequestState, shortage: int) -> None:
+        has_slots = self.running.num_free_slots >= len(state.members)
+        reason = Reason.NO_BLOCKS if has_slots else Reason.NO_SLOT
+        self.refused[reason] = self.refused.get(reason, 0) + len(state.members)
+        available = self.running.kv.num_available_blocks
+        needs: dict[str, Detail] = {"needs_blocks": available + shortage, "available_blocks": available}
+        for member in state.members:
+            self._explanations.held(member.request_id, self.now_s, reason, dict(needs) if has_slots else {})
+
     def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
         resumed = state.status is Status.PREEMPTED
         state.move(Status.RUNNING)
@@ -179,7 +211,13 @@ class Draft:
             state.first_scheduled_s = self.now_s
         known = np.frombuffer(state.token_bytes, np.int32)
         self.admitted.append(Admission(state.slot, state, known, num_cached_tokens))
-        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed))
+        details: dict[str, Detail] = {"new_tokens": len(known) - num_cached_tokens, "cached_tokens": num_cached_tokens}
+        if resumed:
+            details["resumed"] = True
+        if self._waiting.is_over_age(state, self.now_s):
+            details["over_age"] = True
+        held_s = self._explanations.admitted(state.request_id, self.now_s, details)
+        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed, held_s))
 
     # -- preempting ---------------------------------------------------------------------------------------------------
 
@@ -210,19 +248,25 @@ class Draft:
                 self.budget += self.chunks.pop(victim.slot)
             elif self.has_decodes and self.running.is_decoding(victim):
                 self.budget += 1
-            self._preempt(victim, PreemptCause.PRIORITY)
+            self._preempt(victim, PreemptCause.PRIORITY, state)
 
     def _make_room(self) -> None:
         ranked = self._rules.victims.ranked(self.running, self.now_s)
         if not ranked:
             raise InvariantError("a running request lacks a block, and all of them have theirs reserved")
-        self._preempt(ranked[0], PreemptCause.GROWTH)
+        decoding, victim = self.running.decoding, ranked[0]
+        in_need = decoding.states[decoding.at_edge()].tolist()
+        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
 
-    def _preempt(self, state: RequestState, cause: PreemptCause) -> None:
+    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
         self.running.leave_together(state)
+        name = beneficiary.request_id
         for member in state.members:
             member.move(Status.PREEMPTED)
-            self.events.append(Preempted(member.request_id, self.now_s, cause, member.num_computed_tokens))
+            num_lost = member.num_computed_tokens
+            self.events.append(Preempted(member.request_id, self.now_s, cause, num_lost, name))
+            details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
+            self._explanations.preempted(member.request_id, self.now_s, details)
             member.num_computed_tokens = 0
             member.num_preemptions += 1
         self.preempted.append(state)
@@ -281,6 +325,7 @@ class Draft:
             events=self.events,
             sample_slots=sample_slots,
             copies=self.running.take_copies(),
+            budget_tokens=self.full_budget,
         )
         return plan, chunks
 

@@ -19,18 +19,21 @@ import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.events import Event, Finished, FirstToken, Queued, Rejected, RejectReason, Tokens
+from expediter.core.explanation import Detail, Reason, Span
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Chunks, Draft, Rules
+from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.running import RunningSet
 from expediter.scheduling.waiting import WaitingQueue
 
-
-_EQUAL_IN_A_GROUP: Final = ("max_tokens", "cache_salt", "priority", "tenant", "slo", "arrival_s")
+_EQUAL_IN_A_GROUP: Final = (
+    *("max_tokens", "cache_salt", "priority", "tenant", "slo", "slo_class", "value", "refuse_late", "arrival_s"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ class Scheduler:
         self._next_sequence = 0
         self._queue_is_stuck = False
         self._draining = False
+        self._explanations = Explanations(config.max_explanations)
+        self._refused: dict[Reason, int] = {}
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +109,32 @@ class Scheduler:
     def find(self, request_id: str) -> RequestState | None:
         """Return a live request's state, or None."""
         return self._requests.get(request_id)
+
+    # -- explaining ---------------------------------------------------------------------------------------------------
+
+    def explain(self, request_id: str, now_s: float) -> tuple[Span, ...] | None:
+        """Return what held a request and what it did, oldest first; None if it is not known (any more).
+
+        Asked only when somebody wants to know: O(waiting) for a request that waits.
+        """
+        state = self._requests.get(request_id)
+        order: dict[str, Detail] = {}
+        if state is not None and state.status is not Status.RUNNING:
+            waiting = [s for s in self._requests.values() if s.status is not Status.RUNNING and s.leader is None]
+            order = self._waiting.place_among(state.leader or state, waiting, now_s)
+        return self._explanations.of(request_id, now_s, order)
+
+    @property
+    def num_waiting_by_reason(self) -> dict[str, int]:
+        """Waiting requests by what held them when the last step was planned; together `num_waiting`."""
+        counts = {reason.value: count for reason, count in self._refused.items()}
+        rest = self.num_waiting - sum(counts.values())
+        num_late = min(rest, self.policy.rules.ordering.num_late)
+        held_by = self._explanations.held_by or Reason.STEP
+        for reason, count in ((Reason.LATE, num_late), (held_by, rest - num_late)):
+            if count > 0:
+                counts[reason.value] = counts.get(reason.value, 0) + count
+        return counts
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -136,12 +167,18 @@ class Scheduler:
             follower.leader = leader
         refusal = self._refusal(leader)
         if refusal is not None:
+            for request in requests:
+                self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
             return [Rejected(request.request_id, now_s, *refusal) for request in requests]
         self._next_sequence += len(requests)
         self._requests.update((state.request_id, state) for state in leader.members)
+        waiting = self.num_waiting - len(requests), self._waiting.num_tokens
         self._waiting.push(leader, now_s)
         self._queue_is_stuck = False
-        return [Queued(request.request_id, now_s) for request in requests]
+        reason, details = self.policy.rules.ordering.place(leader)
+        for request in requests:
+            self._explanations.queued(request.request_id, now_s, (reason, dict(details)), waiting)
+        return [Queued(r.request_id, now_s, r.tenant, r.slo_class, r.slo) for r in requests]
 
     def abort(self, request_id: str, now_s: float, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request in any state; its blocks come back once. An unknown id is no error: it may have ended.
@@ -205,6 +242,8 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.knowledge.lengths.observe(state.request, len(state.output))
         self._queue_is_stuck = False
+        details: dict[str, Detail] = {"cause": reason.value, "output_tokens": len(state.output)}
+        self._explanations.ended(state.request_id, now_s, Reason.ENDED, details)
         return Finished(
             state.request_id,
             now_s,
@@ -227,17 +266,44 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been applied")
-        draft = Draft(self.config, self.policy.rules, self._running, self._waiting, now_s)
+        draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
+        draft.events += self._judge_late(now_s)
         self.policy.batching.fill(draft)
         for state in draft.preempted:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
-        self._queue_is_stuck = draft.queue_is_stuck
+        self._queue_is_stuck = draft.queue_is_stuck and not self.policy.rules.ordering.may_refuse
+        self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
+        self._refused = draft.refused
         self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
             self._in_flight, self._in_flight_chunks = plan, chunked
             self._next_step += 1
         return plan
+
+    def _judge_late(self, now_s: float) -> list[Event]:
+        """Refuse who cannot be in time any more and asked for that; the others stay, and are told why they wait."""
+        ordering = self.policy.rules.ordering
+        events: list[Event] = []
+        for state, found_s in ordering.newly_late(now_s):
+            if self._requests.get(state.request_id) is not state or state.status is Status.RUNNING:
+                continue  # it has ended or started since
+            reason, details = ordering.place(state)
+            if state.request.refuse_late and state.first_scheduled_s is None:
+                events += self._refuse_late(state, now_s)
+            else:
+                for member in state.members:
+                    self._explanations.held(member.request_id, found_s, reason, dict(details))
+        return events
+
+    def _refuse_late(self, state: RequestState, now_s: float) -> list[Event]:
+        message = "the request cannot meet its targets any more, and it asked to be refused then"
+        self._waiting.remove(state)
+        for member in state.members:
+            member.move(Status.FINISHED)
+            del self._requests[member.request_id]
+            self._explanations.ended(member.request_id, now_s, Reason.REJECTED, {"cause": message})
+        return [Rejected(member.request_id, now_s, RejectReason.LATE, message) for member in state.members]
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -296,6 +362,7 @@ class Scheduler:
         tokens = result.tokens[:, columns]
         for state, token in zip(caught_up, tokens[0].tolist(), strict=True):
             state.append(token)
+            self._explanations.decoding(state.request_id, now_s)
             if state.first_token_s is None:
                 state.first_token_s = now_s
                 state.pace_s = self.knowledge.pace_s(state, now_s)

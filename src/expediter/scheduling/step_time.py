@@ -27,6 +27,8 @@ class OnlineStepTime:
     Args:
         prior: an analytic model, if there is one.
     Attributes:
+        actual_s, predicted_s, error_s: sums over all observed steps: how long they took, were expected to take before
+            they were learned from, and by how much that was off, either way.
         relative_error: smoothed mean of |predicted - actual| / actual, 0 before the first step.
     """
 
@@ -38,6 +40,7 @@ class OnlineStepTime:
         self._covariance: npt.NDArray[np.float64] = np.eye(6) * (0.01 if prior is not None else 100.0)
         self._num_seen = 0
         self.relative_error = 0.0
+        self.actual_s = self.predicted_s = self.error_s = 0.0
 
     def observe(self, features: StepFeatures, elapsed_s: float) -> None:
         """Learn from a finished step."""
@@ -45,6 +48,9 @@ class OnlineStepTime:
             return
         x = self._row(features) / elapsed_s
         error = 1.0 - float(x @ self._weights)
+        self.actual_s += elapsed_s
+        self.predicted_s += elapsed_s * (1.0 - error)
+        self.error_s += elapsed_s * abs(error)
         rate = 0.05 if self._num_seen > 20 else 1.0 / (self._num_seen + 1)
         self.relative_error += rate * (abs(error) - self.relative_error)
         gain = self._covariance @ x

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+from expediter.core.explanation import Detail
 from expediter.core.request import RequestState
 from expediter.scheduling.lazy_heap import LazyHeap
 from expediter.scheduling.ordering.base import Ordering
@@ -51,6 +53,20 @@ class WaitingQueue:
     def is_over_age(self, state: RequestState, now_s: float) -> bool:
         """Return whether a request has waited longer than the ordering's ageing bound."""
         return now_s - state.request.arrival_s > self._ordering.max_wait_s
+
+    def place_among(self, state: RequestState, waiting: Iterable[RequestState], now_s: float) -> dict[str, Detail]:
+        """Return how many of the waiting requests, and tokens of them, are tried before one of them. O(waiting)."""
+
+        def rank(other: RequestState) -> tuple[object, ...]:
+            if self.is_over_age(other, now_s):
+                return (0, (other.request.arrival_s,), other.sequence)
+            return (1, self._ordering.urgency(other, now_s), other.sequence)
+
+        own = rank(state)
+        ahead = [other for other in waiting if other is not state and rank(other) < own]
+        tokens = sum(other.num_known_tokens for other in ahead)
+        place: dict[str, Detail] = {"ahead_requests": len(ahead), "ahead_tokens": tokens}
+        return place | {"over_age": True} if self.is_over_age(state, now_s) else place
 
     def next_change_s(self, now_s: float) -> float:
         """Return when the order changes by age alone, at the earliest; infinity if it never does.

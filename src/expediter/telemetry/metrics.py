@@ -6,7 +6,7 @@ labels `model_name` and `engine`, the latter being the replica's number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,8 @@ from expediter.core.events import (
     Rejected,
     Tokens,
 )
+from expediter.core.plan import StepFeatures
+from expediter.telemetry.decisions import DecisionMetrics
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _LABELS: Final = ("model_name", "engine")
@@ -86,6 +88,8 @@ class ServerMetrics:
             "vllm:request_queue_time_seconds", "Arrival to first scheduled.", _REQUEST_BUCKETS_S
         )
 
+        self._decisions = DecisionMetrics(self.registry)
+
     def for_replica(self, replica_id: int) -> ReplicaMetrics:
         """Return the sink for the events of one replica."""
         return ReplicaMetrics(self, replica_id)
@@ -113,6 +117,7 @@ class ReplicaMetrics:
     def __init__(self, server: ServerMetrics, replica_id: int) -> None:
         labels = (server._model_name, str(replica_id))
         self._labels = labels
+        self._decisions = server._decisions.for_replica(*labels)
         self._live: dict[str, _Live] = {}
         self._success = server._success
         self._rejected = server._rejected
@@ -141,6 +146,8 @@ class ReplicaMetrics:
     def record(self, events: Iterable[Event]) -> None:
         """Count the events; their order per request must be that of `core.events`."""
         for event in events:
+            if not isinstance(event, Tokens):
+                self._decisions.record(event)
             match event:
                 case Tokens():
                     ids = [state.request_id for state in event.states]
@@ -170,10 +177,26 @@ class ReplicaMetrics:
                 self._itl.observe(now_s - live.last_token_s)
             live.last_token_s = now_s
 
+    def record_step(self, features: StepFeatures, budget_tokens: int) -> None:
+        """Count a step that was executed, with the most tokens that it might have computed."""
+        self._decisions.record_step(features.num_prefill_tokens, features.num_tokens, budget_tokens)
+
+    def set_step_times(self, actual_s: float, predicted_s: float, error_s: float) -> None:
+        """Show the replica's sums over the steps that its step-time model was compared with."""
+        self._decisions.set_step_times(actual_s, predicted_s, error_s)
+
     def set_gauges(
-        self, *, num_running: int, num_waiting: int, num_pending_tokens: int, num_used_blocks: int, num_blocks: int
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_pending_tokens: int,
+        num_used_blocks: int,
+        num_blocks: int,
+        waiting_by_reason: Mapping[str, int] | None = None,
     ) -> None:
         """Show the replica's state of this moment."""
+        self._decisions.set_waiting(waiting_by_reason or {})
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._pending.set(num_pending_tokens)

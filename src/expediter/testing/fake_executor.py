@@ -23,7 +23,9 @@ _ANYWHERE: Final = -2
 """Where a follower goes on: behind its leader, wherever that one stands."""
 
 
-def toy_generate(prompt: TokenArray | list[int], num_tokens: int, vocab_size: int, seed: int | None = None) -> list[int]:
+def toy_generate(
+    prompt: TokenArray | list[int], num_tokens: int, vocab_size: int, seed: int | None = None
+) -> list[int]:
     """Return what the toy model generates after `prompt`, computed from the prompt alone.
 
     Shares no code with the blocks of `FakeExecutor`: plain integers, one token at a time. The KV content of position p
@@ -143,8 +145,7 @@ class FakeExecutor:
         stopped = self._computed[plan.slots]
         if ((stopped != plan.starts) & (stopped != _ANYWHERE)).any():
             raise InvariantError(
-                f"entries start at {plan.starts.tolist()}, their sequences stopped at "
-                f"{stopped.tolist()}"
+                f"entries start at {plan.starts.tolist()}, their sequences stopped at {stopped.tolist()}"
             )
         if (
             len(plan.tokens) != plan.lengths.sum()
@@ -198,9 +199,9 @@ class FakeExecutor:
         if (slots_of_context[known] < 0).any() or (slots_of_context[known] >= len(self._kv)).any():
             raise InvariantError("block id out of range")
         contents = self._kv[np.where(known, slots_of_context, 0)]
-        return np.where(known, contents * (np.uint64(2) * positions + np.uint64(1)), np.uint64(0)).sum(
-            axis=1, dtype=np.uint64
-        )
+        weights = np.uint64(2) * positions + np.uint64(1)
+        digests: _U64 = np.where(known, contents * weights, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        return digests
 
     def _kv_slots(self, plan: StepPlan, num_positions: int) -> npt.NDArray[np.int64]:
         """Return where each position of each entry lies in the pool, int64, shape [num_seqs, >= num_positions].

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
+from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.scheduling.lazy_heap import Key, LazyHeap
 
@@ -22,12 +24,20 @@ class Ordering(Protocol):
         displaces: a waiting request may preempt running ones that it `outranks` when it does not fit.
         interleaves: prompts under way and waiting requests are served in one order, by `urgency`; else prompts under
             way go first, in order of admission.
+        num_late: waiting requests that are deferred because they are certain to miss their targets.
+        may_refuse: one that waits asked to be refused when that is certain.
     """
 
     max_wait_s: float
     is_static: bool
     displaces: bool
     interleaves: bool
+
+    @property
+    def num_late(self) -> int: ...
+
+    @property
+    def may_refuse(self) -> bool: ...
 
     def push(self, state: RequestState, now_s: float) -> None:
         """Take a request in: new, preempted, or tried without success."""
@@ -49,6 +59,14 @@ class Ordering(Protocol):
         """Return the key by which prompts under way and waiting requests compare, least first."""
         ...
 
+    def newly_late(self, now_s: float) -> Sequence[tuple[RequestState, float]]:
+        """Return who was found certain to miss its targets since the last call, and when; some may wait no more."""
+        ...
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Return why a waiting request stands where it does, for explanations."""
+        ...
+
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
         """A request has entered the running set with that many tokens to compute; a follower does when it forks."""
         ...
@@ -62,7 +80,20 @@ class Ordering(Protocol):
         ...
 
 
-class KeyOrdering:
+class WithoutTargets:
+    """Base of orderings that look at no targets: nobody is late to them, and nobody is refused."""
+
+    num_late = 0
+    may_refuse = False
+
+    def newly_late(self, now_s: float) -> Sequence[tuple[RequestState, float]]:  # noqa: ARG002 - the protocol's
+        return ()
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:  # noqa: ARG002 - the protocol's
+        return Reason.QUEUED, {}
+
+
+class KeyOrdering(WithoutTargets):
     """Base of orderings by a key that is fixed while a request waits: subclass it and write `key`."""
 
     max_wait_s = math.inf

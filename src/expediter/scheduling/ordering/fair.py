@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.lazy_heap import Key, LazyHeap
+from expediter.scheduling.ordering.base import WithoutTargets
 from expediter.scheduling.ordering.prefix import LongestPrefix
 
 PROMPT_TOKEN_COST = 1.0
@@ -62,7 +64,7 @@ class _Meter:
         return account.service
 
 
-class FairShare:
+class FairShare(WithoutTargets):
     """The oldest request of the tenant that got least: virtual token counters.
 
     A tenant that comes back after idling is lifted to the least counter of those that wait: nobody saves up service.
@@ -118,6 +120,13 @@ class FairShare:
     def urgency(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - the protocol's
         return (self._meter.settle(state.request.tenant), state.request.arrival_s)
 
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Behind in fairness is whose tenant has had more than another one that waits."""
+        service, least = self._meter.settle(state.request.tenant), self._least_waiting()
+        if service > least:
+            return Reason.FAIRNESS, {"service": service, "least_service": least}
+        return Reason.QUEUED, {}
+
     def service(self, tenant: str) -> float:
         """Return the weighted tokens that a tenant has got, as of the last change in the running set."""
         return self._meter.settle(tenant)
@@ -135,7 +144,7 @@ class FairShare:
             self._meter.change_decoding(state, -1, decode_clock)
 
 
-class DeficitPrefix:
+class DeficitPrefix(WithoutTargets):
     """Longest cached prefix among the tenants that have service left in this round.
 
     Every tenant that waits gets a quantum of service per round; when none with any left waits, a new round begins. Fair
@@ -190,6 +199,15 @@ class DeficitPrefix:
             (state for state in heads if state is not None),
             key=lambda state: (self._queue(state.request.tenant).urgency(state, now_s), state.sequence),
         )
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Behind in fairness is whose tenant has used up its grant of this round."""
+        tenant = state.request.tenant
+        service = self._meter.settle(tenant)
+        if service < self._granted[tenant]:
+            return Reason.QUEUED, {}
+        others = [self._meter.settle(other) for other, count in self._num_waiting.items() if count]
+        return Reason.FAIRNESS, {"service": service, "least_service": min(others, default=service)}
 
     def _queue(self, tenant: str) -> LongestPrefix:
         if tenant not in self._queues:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.lazy_heap import Key, LazyHeap
+from expediter.scheduling.ordering.base import WithoutTargets
 
 _TOKEN_BYTES = 4
 _MAX_REFRESHES = 4
@@ -21,7 +22,7 @@ class _Group:
     num_running: int = 0
 
 
-class LongestPrefix:
+class LongestPrefix(WithoutTargets):
     """Most cached tokens first; of a group that shares its first `min_prefix_tokens`, one after the other.
 
     While a member of a group runs, the others go before everybody else: its prefix is in use now, and may be evicted

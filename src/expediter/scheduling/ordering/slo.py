@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.knowledge import Knowledge
@@ -70,22 +72,26 @@ class SloOrdering:
         self._num_changes = 0
         self._dealt_s = -math.inf
         self._since_late = 0
+        self._newly_late: list[tuple[RequestState, float]] = []
+        self._num_refusable = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def push(self, state: RequestState, now_s: float) -> None:
         match = self._kv.match(state.token_bytes, state.request.cache_salt)
         num_tokens = state.num_known_tokens - match.num_blocks * self._kv.block_size
-        job = _Job(state, num_tokens, self._due_s(state), 1.0)
+        job = _Job(state, num_tokens, self._due_s(state), state.request.value)
         self._waiting[state.sequence] = job
+        self._num_refusable += _is_refusable(state)
         if self._is_late(job, now_s):
-            self._late.put(state, (state.request.arrival_s,))
+            self._defer(state, now_s)
         else:
             self._hopeful.put(state, (job.due_s,))
         self._num_changes += 1
 
     def remove(self, state: RequestState) -> None:
-        self._waiting.pop(state.sequence, None)
+        if self._waiting.pop(state.sequence, None) is not None:
+            self._num_refusable -= _is_refusable(state)
         for lane in (self._hopeful, self._spare, self._late):
             if lane.remove(state):
                 self._num_changes += 1
@@ -120,11 +126,35 @@ class SloOrdering:
         """Who can be in time may displace who cannot any more."""
         return waiting in self._hopeful and running.has_missed(self._dealt_s)
 
+    # -- who is late --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_late(self) -> int:
+        return len(self._late)
+
+    @property
+    def may_refuse(self) -> bool:
+        return self._num_refusable > 0
+
+    def newly_late(self, now_s: float) -> Sequence[tuple[RequestState, float]]:
+        if self._num_refusable:
+            self._deal_if_stale(now_s)  # who asked for it wants to know soon, even while nobody else is tried
+        found, self._newly_late = self._newly_late, []
+        return found
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Deferred is who is in the late lane."""
+        if state not in self._late:
+            return Reason.QUEUED, {}
+        job = self._waiting[state.sequence]
+        needs_s = job.num_tokens * self._knowledge.prefill_token_s
+        return Reason.LATE, {"due_s": job.due_s - state.request.arrival_s, "needs_s": needs_s}
+
     # -- what is learned ----------------------------------------------------------------------------------------------
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
         due_s = self._due_s(state)
-        self._under_way[state.sequence] = _Job(state, num_new_tokens, due_s, 1.0)
+        self._under_way[state.sequence] = _Job(state, num_new_tokens, due_s, state.request.value)
         is_late = due_s < self._dealt_s
         self._since_late = 0 if is_late else self._since_late + 1
 
@@ -152,8 +182,12 @@ class SloOrdering:
             if not self._is_late(self._waiting[state.sequence], now_s):
                 return state
             lane.remove(state)
-            self._late.put(state, (state.request.arrival_s,))
+            self._defer(state, now_s)
         return None
+
+    def _defer(self, state: RequestState, now_s: float) -> None:
+        self._late.put(state, (state.request.arrival_s,))
+        self._newly_late.append((state, now_s))
 
     def _deal_if_stale(self, now_s: float) -> None:
         num_in_time = len(self._hopeful) + len(self._spare)
@@ -185,9 +219,14 @@ class SloOrdering:
             if state.sequence in hopeful:
                 self._hopeful.put(state, (job.due_s,))
             elif self._is_late(job, now_s):
-                self._late.put(state, (state.request.arrival_s,))
+                self._defer(state, now_s)
             else:
                 self._spare.put(state, (float(job.num_tokens),))
+
+
+def _is_refusable(state: RequestState) -> bool:
+    # Who has started once may have been answered in part.
+    return state.request.refuse_late and state.first_scheduled_s is None
 
 
 def _by_deadline(job: _Job) -> tuple[float, int]:
