@@ -23,12 +23,16 @@ from expediter.core.events import (
     RejectReason,
     Tokens,
 )
+from expediter.core.explanation import Reason, Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.request import FinishReason, Request, RequestState, SamplingParams
+from expediter.core.slo import Slo
 from expediter.runtime import frames
 from expediter.runtime.frames import (
     AbortFrame,
     DrainFrame,
+    ExplainFrame,
+    ExplanationFrame,
     FrameSplitter,
     Stats,
     StepFrame,
@@ -58,6 +62,10 @@ def make_request(request_id: str = "r1") -> Request:
         priority=-1,
         cache_salt="salt",
         tenant="t",
+        slo=Slo(ttft_s=0.5, tpot_s=0.05, e2e_s=9.0),
+        slo_class="interactive",
+        value=2.0,
+        refuse_late=True,
         arrival_s=1.25,
     )
 
@@ -91,8 +99,23 @@ def test_groups_that_are_none(change: dict[str, object]) -> None:
 
 
 def test_gateway_frames() -> None:
-    for frame in (AbortFrame("r1", FinishReason.STOP), DrainFrame()):
+    for frame in (AbortFrame("r1", FinishReason.STOP), ExplainFrame("r1"), DrainFrame()):
         assert decode_gateway_frame(body_of(frame)) == frame
+
+
+def test_an_explanation_crosses() -> None:
+    spans = (
+        Span(0.5, 1.0, Reason.NO_BLOCKS, {"needs_blocks": 3, "available_blocks": 1}),
+        Span(1.0, None, Reason.PREEMPTED, {"cause": "growth", "for_request": "r2", "over_age": True, "budget_s": 0.5}),
+    )
+    for frame in (ExplanationFrame("r1", spans), ExplanationFrame("r1", None)):
+        assert decode_replica_frame(body_of(frame)) == frame
+
+
+@pytest.mark.parametrize("wrong", [{"ttft_s": -1.0}, {"e2e_s": float("nan")}, {"value": 0.0}])
+def test_impossible_targets_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ReplicaError, match="invalid request"):
+        requests_of(msgspec.structs.replace(submit_frame([make_request()]), **wrong))
 
 
 def test_events_cross_in_order() -> None:

@@ -18,10 +18,12 @@ MAX_N: Final = 64
 MAX_PROMPTS: Final = 256
 MAX_CHOICES: Final = 256
 MAX_STOPS: Final = 16
+MAX_TARGET_MS: Final = 1e9
 
 _INT64_MAX: Final = 2**63 - 1
 PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -55,6 +57,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    ttft_ms: TargetMs | None = None
+    tpot_ms: TargetMs | None = None
+    deadline_ms: TargetMs | None = None
+    refuse_late: bool | None = None
     # Fields that change the meaning of a request and that we do not have: anything but "off" is refused.
     response_format: Any = None
     structured_outputs: Any = None

@@ -90,6 +90,18 @@ class KVCacheManager:
         exclusive[:both] &= owned[:both] != kept.blocks[:both]
         return int(np.count_nonzero(exclusive))
 
+    def count_exclusive_blocks(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Return for each slot how many of its blocks nobody else owns, int64, shape [len(slots)]."""
+        owned = self.num_owned[slots].astype(np.int64)
+        if not owned.sum():
+            return owned
+        starts = owned.cumsum() - owned
+        columns = np.arange(owned.sum()) - np.repeat(starts, owned)
+        is_exclusive = self.pool.refs[self.tables[np.repeat(slots, owned), columns]] == 1
+        sums = np.concatenate(([0], is_exclusive.cumsum()))
+        counts: npt.NDArray[np.int64] = sums[starts + owned] - sums[starts]
+        return counts
+
     # -- a sequence's life --------------------------------------------------------------------------------------------
 
     def match(self, tokens: bytes, salt: str) -> PrefixMatch:

@@ -68,6 +68,11 @@ class PrefixMatch(NamedTuple):
         return len(self.blocks)
 
 
+def _joined(runs: list[BlockIds]) -> BlockIds:
+    """Return the runs as one, read-only. Of many short ones the join of their bytes is faster than `np.concatenate`."""
+    return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type] # typeshed calls arrays buffers from 3.12 on
+
+
 NO_MATCH = PrefixMatch(_NO_BLOCKS, None)
 
 
@@ -107,7 +112,7 @@ class RadixTree:
         node, _, _, parts = self._descend(root, 0, tokens, 0, end)
         if not parts:
             return NO_MATCH
-        return PrefixMatch(parts[0] if len(parts) == 1 else np.concatenate(parts), node)
+        return PrefixMatch(parts[0] if len(parts) == 1 else _joined(parts), node)
 
     def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of `blocks` lie in the tree."""
@@ -137,7 +142,7 @@ class RadixTree:
         canonical = blocks
         if found:
             canonical = blocks.copy()
-            canonical[num_inserted : num_inserted + found] = np.concatenate(parts)
+            canonical[num_inserted : num_inserted + found] = _joined(parts)
         if pos < end:
             if offset < len(node.blocks):
                 node = self._split(node, offset)
@@ -204,19 +209,20 @@ class RadixTree:
             parts.append(node.blocks[offset : offset + same])
             offset += same
             pos += same * width
-        while pos < end and offset == len(node.blocks) and node.children is not None:
+            if offset < len(node.blocks):
+                return node, offset, pos, parts
+        while pos < end and node.children is not None:
             child = node.children.get(tokens[pos : pos + width])
             if child is None:
                 break
             node = child
-            if pos + len(node.tokens) <= end and tokens.startswith(node.tokens, pos):
-                offset = len(node.blocks)
-                parts.append(node.blocks)
-            else:
+            if not tokens.startswith(node.tokens, pos, end):
                 offset = self._common_blocks(node.tokens, tokens, pos, end)
                 parts.append(node.blocks[:offset])
-            pos += offset * width
-        return node, offset, pos, parts
+                return node, offset, pos + offset * width, parts
+            parts.append(node.blocks)
+            pos += len(node.tokens)
+        return node, len(node.blocks), pos, parts
 
     def _common_blocks(self, run: bytes, tokens: bytes, pos: int, end: int) -> int:
         """Return how many whole leading blocks of `run` equal `tokens[pos:end]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from expediter.core.errors import ConfigurationError
@@ -48,7 +48,7 @@ ORDERINGS: Mapping[str, Callable[[Surroundings], Ordering]] = {
     "feedback": lambda _: FeedbackQueue(),
     "slo": lambda around: SloOrdering(around.kv, around.knowledge),
 }
-BATCHINGS: Mapping[str, Callable[[], Batching]] = {
+BATCHINGS: Mapping[str, type[Batching]] = {
     "stall_free": StallFree,
     "iteration_level": IterationLevel,
     "prompts_first": PromptsFirst,
@@ -57,7 +57,9 @@ BATCHINGS: Mapping[str, Callable[[], Batching]] = {
 MEMORY_RULES: Mapping[str, Callable[[Surroundings], MemoryRule]] = {
     "paged": lambda around: PagedMemory(around.config.max_preemptions, around.config.watermark_blocks),
     "full": lambda _: FullReservation(),
-    "predicted_peak": lambda around: PredictedPeak(around.config.max_preemptions, around.knowledge),
+    "predicted_peak": lambda around: PredictedPeak(
+        around.config.max_preemptions, around.config.max_num_batched_tokens, around.knowledge
+    ),
 }
 BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
     "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),
@@ -111,6 +113,30 @@ def make_policy(names: PolicyConfig, around: Surroundings, ordering: Ordering | 
         victims=VICTIM_RULES[names.victims](around),
     )
     return Policy(batching=BATCHINGS[names.batching](), rules=rules)
+
+
+def limits_with_budget(
+    limits: SchedulerConfig, policy: PolicyConfig, max_num_batched_tokens: int | None
+) -> SchedulerConfig:
+    """Return the limits with the token budget that was asked for, or, if none was, one that suits the batching.
+
+    A batching that computes prompts whole needs a budget that holds the longest of them, beside everybody's decode.
+
+    Raises:
+        ConfigurationError: the budget that was asked for is too small.
+    """
+    if max_num_batched_tokens is None:
+        if not BATCHINGS[policy.batching].whole_prompts:
+            return limits
+        least = limits.max_model_len + limits.max_num_seqs
+        return replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, least))
+    if BATCHINGS[policy.batching].whole_prompts and max_num_batched_tokens < limits.max_model_len:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_model_len "
+            f"({limits.max_model_len}): the batching {policy.batching!r} computes a prompt in one step; leave it out "
+            f"to have it set, or lower max_model_len"
+        )
+    return replace(limits, max_num_batched_tokens=max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

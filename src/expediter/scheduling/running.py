@@ -133,15 +133,16 @@ class RunningSet:
             state.fall_out()
             self._give_back(state)
             return None
-        self._ordering.left(state, self.decode_clock)
         successor = state.fall_out()
         if successor is not None:
+            self._ordering.left(state, self.decode_clock)
             self._put_in_place(successor, state)
             return successor
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
+        self._ordering.left(state, self.decode_clock)
         self._give_back(state)
         return None
 

@@ -28,8 +28,8 @@ from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Chunks, Draft, Rules
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 _EQUAL_IN_A_GROUP: Final = (
     *("max_tokens", "cache_salt", "priority", "tenant", "slo", "slo_class", "value", "refuse_late", "arrival_s"),
@@ -79,6 +79,7 @@ class Scheduler:
         self._next_step = 0
         self._next_sequence = 0
         self._queue_is_stuck = False
+        self._stuck_until_s = 0.0
         self._draining = False
         self._explanations = Explanations(config.max_explanations)
         self._refused: dict[Reason, int] = {}
@@ -172,6 +173,7 @@ class Scheduler:
             return [Rejected(request.request_id, now_s, *refusal) for request in requests]
         self._next_sequence += len(requests)
         self._requests.update((state.request_id, state) for state in leader.members)
+        self.policy.rules.ordering.tick(self._running.decode_clock)
         waiting = self.num_waiting - len(requests), self._waiting.num_tokens
         self._waiting.push(leader, now_s)
         self._queue_is_stuck = False
@@ -267,14 +269,18 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been applied")
         draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
+        draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
         draft.events += self._judge_late(now_s)
         self.policy.batching.fill(draft)
         for state in draft.preempted:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
-        self._queue_is_stuck = draft.queue_is_stuck and not self.policy.rules.ordering.may_refuse
-        self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
-        self._refused = draft.refused
+        # Once a prompt is complete, its share of the budget is free for others.
+        self._queue_is_stuck = draft.queue_is_stuck and not draft.chunks and not self.policy.rules.ordering.may_refuse
+        if not draft.queue_is_closed:
+            self._stuck_until_s = self.queue_changes_s(now_s)
+            self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
+            self._refused = draft.refused
         self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
             self._in_flight, self._in_flight_chunks = plan, chunked
@@ -387,13 +393,15 @@ class Scheduler:
         decoding = self._running.decoding
         if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
             return 1
+        if self._running.prefilling:  # held up by the budget, which may be another one next time
+            return 1
         if len(self._waiting) and not self._queue_is_stuck:
             return 1
         return decoding.max_run(self.kv.block_size, self.kv.num_available_blocks)
 
     def queue_changes_s(self, now_s: float) -> float:
         """Return the time after which a plan may differ from a repeated one because somebody waited too long."""
-        if not len(self._waiting) or not self._running.has_slot:
+        if not len(self._waiting) or not (self._running.has_slot or self.policy.rules.ordering.displaces):
             return float("inf")
         return self._waiting.next_change_s(now_s)
 
