@@ -198,7 +198,7 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
-        if not self.running.enter(state, match, num_tokens, spare):
+        if not self.running.enter(state, match, num_tokens, spare, self.now_s):
             own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
             self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
             return False
@@ -275,7 +275,7 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
-        self.running.leave_together(state)
+        self.running.leave_together(state, self.now_s)
         name = beneficiary.request_id
         for member in state.members:
             member.move(Status.PREEMPTED)

@@ -8,7 +8,7 @@ import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.plan import NO_COPIES, IntArray
-from expediter.core.request import RequestState, Status
+from expediter.core.request import CacheHint, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.decoding import DecodingBatch
@@ -57,7 +57,7 @@ class RunningSet:
         shared = leader.num_known_tokens // self.kv.block_size
         return max(1, self.kv.blocks_for(num_tokens) - shared) if leader.followers else 0
 
-    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; its followers what they need.
 
         Returns:
@@ -66,7 +66,8 @@ class RunningSet:
         own = self.follower_blocks(state, num_tokens)
         if len(self._free_slots) < len(state.members):
             return False
-        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks + own * len(state.followers)):
+        spare_blocks += own * len(state.followers)
+        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = match.num_blocks * self.kv.block_size
@@ -107,7 +108,7 @@ class RunningSet:
             self.decoding.join(state, int(self.kv.num_owned[state.slot]) * self.kv.block_size)
             self._ordering.joined(state, self.decode_clock)
 
-    def advance(self, tokens: IntArray) -> list[RequestState]:
+    def advance(self, tokens: IntArray, now_s: float) -> list[RequestState]:
         """Append a token per step to every decoding sequence; return those that ended, with their blocks back.
 
         Args:
@@ -120,18 +121,20 @@ class RunningSet:
         ended = self.decoding.leave(rows)
         for state in ended:
             self._ordering.left(state, self.decode_clock)
-            self._give_back(state)
+            self._give_back(state, now_s, state.request.cache_hint)
         return ended
 
-    def leave(self, state: RequestState) -> RequestState | None:
+    def leave(self, state: RequestState, now_s: float, *, ends: bool = True) -> RequestState | None:
         """Take a sequence out; its known tokens are complete then, and its blocks are back.
 
+        Args:
+            ends: its client's wish for its blocks holds now; not if it is to come back.
         Returns:
             Who goes on with the prompt if the sequence led a group.
         """
         if state.leader is not None:
             state.fall_out()
-            self._give_back(state)
+            self._give_back(state, now_s, None)
             return None
         successor = state.fall_out()
         if successor is not None:
@@ -143,7 +146,7 @@ class RunningSet:
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
         self._ordering.left(state, self.decode_clock)
-        self._give_back(state)
+        self._give_back(state, now_s, state.request.cache_hint if ends else None)
         return None
 
     def _put_in_place(self, successor: RequestState, state: RequestState) -> None:
@@ -153,18 +156,18 @@ class RunningSet:
         self.prefilling[self.prefilling.index(state)] = successor
         self._free(state)
 
-    def leave_together(self, state: RequestState) -> None:
-        """Take a sequence out with its followers, which stay with it."""
+    def leave_together(self, state: RequestState, now_s: float) -> None:
+        """Take a sequence out with its followers; they stay with it and come back with it."""
         for follower in reversed(state.followers):
-            self._give_back(follower)
+            self._give_back(follower, now_s, None)
         followers, state.followers = state.followers, []
-        self.leave(state)
+        self.leave(state, now_s, ends=False)
         state.followers = followers
 
-    def _give_back(self, state: RequestState) -> None:
+    def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""
         self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
-        self.kv.release(state.slot)
+        self.kv.release(state.slot, now_s, hint)
         self._free(state)
 
     def _free(self, state: RequestState) -> None:

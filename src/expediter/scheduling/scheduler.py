@@ -33,6 +33,7 @@ from expediter.scheduling.running import RunningSet
 
 _EQUAL_IN_A_GROUP: Final = (
     *("max_tokens", "cache_salt", "priority", "tenant", "slo", "slo_class", "value", "refuse_late", "arrival_s"),
+    "cache_hint",
 )
 
 
@@ -193,7 +194,7 @@ class Scheduler:
         if state.status is Status.RUNNING:
             if self._in_flight is not None:
                 self._dropped.add(state.slot)
-            successor = self._running.leave(state)
+            successor = self._running.leave(state, now_s)
             if successor is not None:
                 under_way = self._in_flight_chunks.states
                 under_way[:] = [successor if other is state else other for other in under_way]
@@ -352,7 +353,7 @@ class Scheduler:
         tokens = result.tokens[:, columns]
         decoding = self._running.decoding
         events.append(Tokens(now_s, decoding.states[: decoding.size].copy(), tokens, columns))
-        return self._running.advance(tokens)
+        return self._running.advance(tokens, now_s)
 
     def _apply_chunks(
         self, plan: StepPlan, result: StepResult, chunked: Chunks, now_s: float, events: list[Event]
@@ -378,7 +379,7 @@ class Scheduler:
         events.append(Tokens(now_s, owners, tokens, np.array(columns)))
         ended = [s for s in caught_up if len(s.output) == s.request.max_tokens or _stops(s)]
         for state in ended:
-            self._running.leave(state)
+            self._running.leave(state, now_s)
         self._running.catch_up([state for state in caught_up if state.status is Status.RUNNING and state.slot >= 0])
         return ended
 
