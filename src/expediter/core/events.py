@@ -24,7 +24,9 @@ class RejectReason(enum.Enum):
     TOO_LONG = "too_long"
     """Prompt plus max_tokens exceeds max_model_len."""
     UNSERVABLE = "unservable"
-    """It would not fit the KV cache even alone."""
+    """It would not fit the KV cache even alone; with several sequences, all of them at once."""
+    TOO_MANY_SEQUENCES = "too_many_sequences"
+    """It has more sequences than the replica has slots."""
     SHUTDOWN = "shutdown"
     """The scheduler is draining."""
     LATE = "late"
@@ -67,7 +69,7 @@ class Admitted:
 
     Attributes:
         num_known_tokens: what has to be computed in all.
-        num_cached_tokens: of them, reused from the prefix cache.
+        num_cached_tokens: of them, reused from the prefix cache; for a follower all of them: its leader computes them.
         held_s: how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
         num_restored_tokens: known tokens brought back from the host, behind the cached ones.
     """

@@ -6,7 +6,7 @@ arrays may be views of the scheduler's own state and are valid until `apply`; wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,11 +17,13 @@ from expediter.core.request import RequestState, TokenArray
 
 IntArray = npt.NDArray[np.int32]
 
+NO_COPIES: Final[IntArray] = np.empty((2, 0), np.int32)
+
 
 class BlockMoves(NamedTuple):
     """Blocks whose contents move between device and host: `sources[i]` to `targets[i]`, int32, shape [num_blocks].
 
-    The ids of each array are distinct.
+    The targets are distinct.
     """
 
     sources: IntArray
@@ -65,7 +67,9 @@ class Admission(NamedTuple):
         slot: row that it occupies until it leaves.
         state: the request; its `output` holds what was generated before a preemption.
         tokens: all known tokens, int32, shape [num_known_tokens].
-        num_cached_tokens: leading tokens whose KV is already in its blocks, or moves into them with this plan.
+        num_cached_tokens: leading tokens whose KV is already in its blocks, or moves into them with this plan. All of
+            them for a follower: it computes nothing until it samples from its leader's row (`StepPlan.sample_slots`)
+            or takes its leader's place.
     """
 
     slot: int
@@ -85,15 +89,21 @@ class StepPlan:
         starts: computed tokens before the step = position of the first new token, int32, shape [num_seqs].
         lengths: new tokens per entry, int32, shape [num_seqs]; 1 for decodes.
         tokens: the new tokens, packed in entry order, int32, shape [sum(lengths)].
-        sampled: entries whose last token yields an output token, intp, shape [num_sampled]; ascending.
+        sampled: entries whose last token yields an output token, intp, shape [num_sampled]; ascending. The leader of a
+            group comes once for each of its sequences, itself first.
+        sample_slots: the sequence that each sampled token is for, by slot, int32, shape [num_sampled]: its sampling
+            parameters apply. It differs from the entry's own slot where a group forks.
+        copies: blocks to copy whole, source and destination ids, int32, shape [2, num_copies]; destinations are
+            distinct, and none is a source. They complete the step before, so an executor makes them ahead of anything
+            else that this plan asks for.
         block_tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; index it by slot. Column c of
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
         budget_tokens: most tokens that the step might compute.
         num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
         events: what planning itself did: admissions and preemptions.
-        swap_out: device blocks to host blocks, before anything else of the plan: the device blocks may be handed out
-            again in the same plan.
+        swap_out: device blocks to host blocks, after the copies and before anything else of the plan: the device
+            blocks may be handed out again in the same plan.
         swap_in: host blocks to device blocks, after the swaps out and before the forward pass; no host block is
             written and read in one plan.
     """
@@ -109,6 +119,8 @@ class StepPlan:
     features: StepFeatures
     admitted: tuple[Admission, ...]
     events: list[Event]
+    sample_slots: IntArray
+    copies: IntArray = field(default_factory=lambda: NO_COPIES)
     budget_tokens: int = 0
     num_steps: int = 1
     swap_out: BlockMoves = NO_MOVES

@@ -53,7 +53,7 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; reads the plan's arrays, keeps none of them.
 
-        Swaps out come first, then swaps in, then the forward pass.
+        Copies come first, then swaps out, then swaps in, then the forward pass.
         """
         ...
 

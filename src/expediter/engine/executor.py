@@ -98,15 +98,16 @@ class TorchExecutor:
         if model is None or pool is None:
             raise InvariantError("executor is closed")
         started_s = time.perf_counter()
+        for admission in plan.admitted:
+            self._sampler.admit(admission)
+        pool.copy(plan.copies)
         if self._host is not None and plan.num_swapped_blocks:
             self._host.swap_out(plan.swap_out)
             self._host.swap_in(plan.swap_in)
-        for admission in plan.admitted:
-            self._sampler.admit(admission)
         logits = _forward(model, pack(plan, pool))
         sampled = plan.sampled
         num_known = plan.starts[sampled].astype(np.int64) + plan.lengths[sampled]
-        tokens, logprobs = self._sampler.sample(logits, plan.slots[sampled], num_known)
+        tokens, logprobs = self._sampler.sample(logits, plan.sample_slots, num_known)
         return StepResult(
             step_id=plan.step_id,
             tokens=tokens[None],
@@ -149,6 +150,7 @@ def _try_out(model: PreTrainedModel, pool: KVPool, vocab_size: int) -> None:
         features=StepFeatures(1, 1, 0, 0, 0.5),
         admitted=(),
         events=[],
+        sample_slots=none,
     )
     try:
         logits = _forward(model, pack(plan, pool))

@@ -95,6 +95,12 @@ class HostTier:
         if copy is not None:
             self._give_back(copy.blocks)
 
+    def hand_over(self, owner: int, successor: int) -> None:
+        """Give what `owner` holds, if it holds anything, to `successor`, which knows the same tokens."""
+        copy = self._copies.pop(owner, None)
+        if copy is not None:
+            self._copies[successor] = copy
+
     def settle(self, failed: npt.NDArray[np.int32]) -> None:
         """Free the blocks that the step has read, and the copies that it failed to write.
 
