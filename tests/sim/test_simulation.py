@@ -16,9 +16,9 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, w
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo
-from expediter.scheduling.build import ORDERINGS
+from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
 from expediter.scheduling.ordering.base import KeyOrdering
 
 
@@ -55,16 +55,23 @@ traces = st.lists(
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
     st.sampled_from(sorted(ORDERINGS)),
+    st.sampled_from(sorted(EVICTIONS)),
     st.booleans(),
     st.integers(1, 5),
 )
-def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
-    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+def test_jumps_equal_single_steps(
+    rows, step_time, replicas, num_blocks, routing, ordering, eviction, caching, max_num_seqs
+):
+    hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
+    trace = make_trace(
+        rows, priorities=[len(row[3]) % 3 for row in rows], cache_hints=[hints[row[1] % 4] for row in rows]
+    )
     config = {
         "step_time": step_time,
         "replicas": replicas,
         "num_blocks": num_blocks,
         "routing": routing,
+        "policy": PolicyConfig(eviction=eviction),
         "ordering": ordering,
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
 
 
@@ -36,6 +36,7 @@ class Trace:
         prefix_block_tokens: tokens per prefix id.
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
+        cache_hints: what to do with each request's KV when it ends, or None for no hints.
     Raises:
         TraceError: there is no request, or there are more ids or requests than can be told apart.
     """
@@ -49,6 +50,7 @@ class Trace:
     prefix_block_tokens: int
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
+    cache_hints: tuple[CacheHint | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -79,6 +81,7 @@ class Trace:
             prefix_offsets=offsets,
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
+            cache_hints=None if self.cache_hints is None else self.cache_hints[:n],
         )
 
     def at_rate(self, rate_scale: float) -> Trace:
@@ -111,6 +114,7 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            cache_hint=None if self.cache_hints is None else self.cache_hints[row],
             arrival_s=float(self.arrival_s[row]),
         )
 

@@ -7,7 +7,8 @@ Formats, recognised by content (gzip is seen through, CRLF and a byte order mark
 - **Azure** LLM inference traces: CSV `TIMESTAMP` (ISO), `ContextTokens`, `GeneratedTokens`; or the same as parquet with
   `arrival_s`, `input_len`, `output_len`. Source: Azure/AzurePublicDataset.
 - **Expediter** jsonl: `arrival_s`, `input_tokens`, `output_tokens`; optionally `prefix_ids` with `prefix_block_tokens`
-  (512 if absent, one size per file), `priority` (lower runs first) and `tenant`.
+  (512 if absent, one size per file), `priority` (lower runs first), `tenant` and `cache_hint` (`"drop"` or
+  `{"pin_s": 30}`).
 
 Rules:
 
@@ -30,7 +31,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, TypeVar
+from typing import Annotated, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,13 +39,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expediter.core.request import MAX_PIN_S, CacheHint
 from expediter.sim.synthetic_tokens import MAX_NUMBERS
 from expediter.sim.trace import Trace, TraceError
 
 FORMATS: Final = (
     "Mooncake jsonl (timestamp, input_length, output_length, hash_ids)",
     "Azure csv (TIMESTAMP, ContextTokens, GeneratedTokens) or parquet (arrival_s, input_len, output_len)",
-    "Expediter jsonl (arrival_s, input_tokens, output_tokens[, prefix_ids, prefix_block_tokens, priority, tenant])",
+    "Expediter jsonl (arrival_s, input_tokens, output_tokens"
+    "[, prefix_ids, prefix_block_tokens, priority, tenant, cache_hint])",
 )
 MAX_LENGTH: Final = 1 << 24
 _MOONCAKE_BLOCKS: Final = (512, 16)
@@ -64,6 +67,10 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: list[_PrefixId]
 
 
+class _PinHint(msgspec.Struct, forbid_unknown_fields=True):
+    pin_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PIN_S)]
+
+
 class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     arrival_s: _Time
     input_tokens: _InputLength
@@ -72,6 +79,7 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     prefix_block_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)] = 512
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     tenant: str = ""
+    cache_hint: Literal["drop"] | _PinHint | None = None
 
 
 def read_trace(path: str | Path, *, seed: int = 0, spread_ticks: bool = True) -> Trace:
@@ -152,6 +160,7 @@ class _Columns:
         self.prefix_counts = array("q")
         self.priorities = array("i")
         self.tenants: list[str] = []
+        self.cache_hints: list[CacheHint | None] = []
 
     def add(self, arrival_s: float, num_input: int, num_output: int, prefix_ids: list[int] | tuple[()] = ()) -> None:
         self.arrival_s.append(arrival_s)
@@ -174,6 +183,7 @@ class _Columns:
             prefix_block_tokens=prefix_block_tokens,
             priorities=np.array(self.priorities, np.int32) if any(self.priorities) else None,
             tenants=tuple(self.tenants) if any(self.tenants) else None,
+            cache_hints=tuple(self.cache_hints) if any(self.cache_hints) else None,
         )
         return trace if (arrival_s[1:] >= arrival_s[:-1]).all() else _sorted(trace)
 
@@ -199,6 +209,7 @@ def _sorted(trace: Trace) -> Trace:
         prefix_block_tokens=trace.prefix_block_tokens,
         priorities=None if trace.priorities is None else trace.priorities[order],
         tenants=None if trace.tenants is None else tuple(trace.tenants[row] for row in order.tolist()),
+        cache_hints=None if trace.cache_hints is None else tuple(trace.cache_hints[row] for row in order.tolist()),
     )
 
 
@@ -276,6 +287,9 @@ def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
         columns.add(row.arrival_s, row.input_tokens, row.output_tokens, row.prefix_ids)
         columns.priorities.append(row.priority)
         columns.tenants.append(row.tenant)
+        hint = row.cache_hint
+        pin_s = hint.pin_s if isinstance(hint, _PinHint) else 0.0
+        columns.cache_hints.append(None if hint is None else CacheHint(pin_s=pin_s, drop=hint == "drop"))
     return columns.build(path, block_tokens or 512)
 
 
