@@ -1,8 +1,7 @@
 """The prefix cache: match, insert, evict, and bytes per cached token.
 
-The cache holds 10,000 sequences of 768 tokens that share 100 prefixes of 512 (blocks of 16). Measured are
-a prompt that lies in one node, one along a chain of 32 nodes, a new prompt, and the first leaf of 256 tokens to go under
-each eviction policy.
+The cache holds 10,000 sequences of 768 tokens that share 100 prefixes of 512 (blocks of 16). Measured are a prompt that
+lies in one node, one along a chain of 32 nodes, a new prompt, and the first leaf of 256 tokens to go under each policy.
 Microseconds of the thread's CPU time.
 """
 
