@@ -6,7 +6,7 @@ An explanation holds numbers and ids only, never what a client wrote.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -76,6 +76,16 @@ class Span:
             case Reason.ENDED:
                 return f"ended: {self.details['cause']} after {_count(self.details, 'output_tokens')}"
         return _waiting(_told(self.reason, self.details), self.details)
+
+
+def timeline(spans: Sequence[Span]) -> list[str]:
+    """Return a line per span: when it began after the first one did, how long it lasted, and its reason in words."""
+    origin_s = spans[0].from_s if spans else 0.0
+    return [
+        f"{span.from_s - origin_s:10.3f} s  "
+        f"{'and still' if span.to_s is None else f'{span.to_s - span.from_s:.3f} s':>10}  {span.in_words()}"
+        for span in spans
+    ]
 
 
 def _waiting(told: str, details: Mapping[str, Detail]) -> str:
