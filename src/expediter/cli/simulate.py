@@ -234,7 +234,7 @@ def _latency_table(report: Report) -> Table:
 def _groups_table(name: str, groups: Mapping[str, GroupReport]) -> Table:
     from rich.table import Table
 
-    table = Table(name, "arrived", "attained", "goodput/s", "TTFT p50", "TTFT p99", "TPOT p99", "hit rate")
+    table = Table(name, "arrived", "attained", "goodput", "TTFT p50", "TTFT p99", "TPOT p99")
     for column in table.columns[1:]:
         column.justify = "right"
     for key, group in groups.items():
@@ -245,7 +245,6 @@ def _groups_table(name: str, groups: Mapping[str, GroupReport]) -> Table:
             _percent(group.slo_attainment),
             _number(group.goodput_rps),
             *map(_number, latencies),
-            _percent(group.prefix_hit_rate),
         )
     return table
 

@@ -126,10 +126,13 @@ def _count(details: Mapping[str, Detail], key: str) -> str:
 
 
 def _preempted(details: Mapping[str, Detail]) -> str:
-    causes = {"growth": "for a block that running requests needed", "priority": "for a request that goes before it"}
-    told = f"preempted {causes.get(str(details['cause']), str(details['cause']))}"
-    if details.get("for_request"):
-        told += f" ({details['for_request']})"
+    cause, name = details["cause"], details.get("for_request")
+    if cause == "priority":
+        told = f"preempted for {name}, which goes before it"
+    elif cause == "growth":
+        told = f"preempted for the next block of {name}" if name else "preempted, since its own next block was not free"
+    else:
+        told = f"preempted ({cause})"
     return f"{told}; {_count(details, 'lost_tokens')} of KV given up"
 
 

@@ -237,12 +237,12 @@ class Draft:
             raise InvariantError("a running request lacks a block, and all of them have theirs reserved")
         decoding, victim = self.running.decoding, ranked[0]
         in_need = decoding.states[decoding.at_edge()].tolist()
-        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
+        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), None))
 
-    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
+    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState | None) -> None:
         self.running.leave(state)
         state.move(Status.PREEMPTED)
-        num_lost, name = state.num_computed_tokens, beneficiary.request_id
+        num_lost, name = state.num_computed_tokens, "" if beneficiary is None else beneficiary.request_id
         self.events.append(Preempted(state.request_id, self.now_s, cause, num_lost, name))
         details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
         self._explanations.preempted(state.request_id, self.now_s, details)
