@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
+from expediter.kvcache.node import Node
 from expediter.kvcache.pool import BlockPool
-from expediter.kvcache.radix import Node, RadixTree
+from expediter.kvcache.radix import RadixTree
 
 _BLOCK_SIZE = 16
 _LENGTHS = (1024, 8192, 32768)
@@ -48,7 +49,7 @@ class Cache:
         blocks = np.concatenate((match.blocks, self.pool.pop(count - match.num_blocks)))
         self.tree.insert(raw, "", blocks, match.num_blocks)
         self.tree.num_evictable += len(self.pool.disown(blocks))
-        self.tree.touch(self.tree.node_of(int(blocks[-1])))
+        self.tree.touch(int(blocks[-1]))
 
     def put_chain(self, tokens: Tokens) -> None:
         """Insert a sequence and branches off it, so that it lies along `_CHAIN` nodes."""
@@ -86,7 +87,7 @@ def measure_insert(cache: Cache, rounds: int) -> list[Row]:
             blocks = cache.pool.pop(length // _BLOCK_SIZE)
             samples.append(cpu_us(lambda tree=cache.tree, raw=raw, blocks=blocks: tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
             cache.tree.num_evictable += len(cache.pool.disown(blocks))
-            cache.tree.touch(cache.tree.node_of(int(blocks[-1])))
+            cache.tree.touch(int(blocks[-1]))
             cache.pool.push(cache.tree.evict(0))
         rows.append({"operation": "insert, new", "tokens": length, **spread(samples)})
         cache = Cache(1000)

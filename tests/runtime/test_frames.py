@@ -24,7 +24,7 @@ from expediter.core.events import (
 )
 from expediter.core.explanation import Reason, Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
-from expediter.core.request import FinishReason, Request, RequestState, SamplingParams
+from expediter.core.request import CacheHint, FinishReason, Request, RequestState, SamplingParams
 from expediter.core.slo import Slo
 from expediter.runtime import frames
 from expediter.runtime.frames import (
@@ -60,6 +60,7 @@ def make_request(request_id: str = "r1") -> Request:
         sampling=SamplingParams(temperature=0.5, seed=-3, logit_bias=((1, -2.0),), logprobs=2),
         priority=-1,
         cache_salt="salt",
+        cache_hint=CacheHint(pin_s=30.0),
         tenant="t",
         slo=Slo(ttft_s=0.5, tpot_s=0.05, e2e_s=9.0),
         slo_class="interactive",

@@ -73,7 +73,8 @@ def test_behind_whom_and_why_the_queue_stands():
     assert last(driver, "c").details == {"requests": 2, "tokens": 9, "ahead_requests": 2, "ahead_tokens": 9}
     driver.step()
     driver.step()
-    assert last(driver, "b").reason is Reason.NO_SLOT
+    assert last(driver, "b").details["no_slot_s"] == 1.0
+    assert "no slot being free" in last(driver, "b").in_words()
     waiting = last(driver, "c")
     assert waiting.reason is Reason.QUEUED
     assert {
@@ -86,6 +87,19 @@ def test_behind_whom_and_why_the_queue_stands():
     assert driver.scheduler.num_waiting_by_reason == {"no_slot": 2}
     driver.run_to_end()
     assert spans_of(driver, "c")[0].details["started"] == 2
+
+
+def test_tried_in_vain_for_want_of_a_slot():
+    """Where a waiting request may displace others, it is tried even while no slot is free."""
+    driver = build(num_seqs=1, ordering="priority")
+    driver.submit("a", [1, 2, 3], 5)
+    driver.step()
+    driver.submit("b", [4] * 6, 2)
+    driver.step()
+    assert last(driver, "b").reason is Reason.NO_SLOT
+    assert "its turn" in last(driver, "b").in_words()
+    driver.abort("b")
+    assert driver.scheduler.num_waiting_by_reason == {}
 
 
 def test_the_order_counts_and_not_the_arrival():
@@ -178,8 +192,8 @@ def test_over_age_goes_first():
 def test_behind_in_fairness():
     driver = build(num_seqs=1, budget=64, ordering="fair_share")
     driver.submit("greedy0", [1] * 40, 4, tenant="greedy")
-    driver.step()
     driver.submit("other", [2] * 4, 2, tenant="other")
+    driver.step()
     driver.submit("greedy1", [3] * 4, 2, tenant="greedy")
     span = last(driver, "greedy1")
     assert span.reason is Reason.FAIRNESS
@@ -336,19 +350,14 @@ def test_the_slo_order_says_who_is_late_before_its_time_is_over():
     scheduler.check()
 
 
-def test_while_somebody_may_be_refused_steps_are_planned_one_by_one():
-    scheduler, executor = slo_scheduler(), FakeExecutor(LIMITS)
-    scheduler.add(request("running"), 0.0)
-    scheduler.apply(executor.execute(scheduler.plan(0.0)), 0.01)
-    scheduler.add(request("other", slo=Slo(ttft_s=100.0)), 0.01)
-    assert scheduler.repeatable_steps(scheduler.plan(0.01)) > 1
-    scheduler.abort("other", 0.01)
-    scheduler = slo_scheduler()
-    executor = FakeExecutor(LIMITS)
-    scheduler.add(request("running"), 0.0)
-    scheduler.apply(executor.execute(scheduler.plan(0.0)), 0.01)
-    scheduler.add(request("other", slo=Slo(ttft_s=100.0), refuse_late=True), 0.01)
-    assert scheduler.repeatable_steps(scheduler.plan(0.01)) == 1
+@pytest.mark.parametrize("refuse_late", [False, True])
+def test_while_somebody_may_be_refused_steps_are_planned_one_by_one(refuse_late):
+    driver = build(num_seqs=1, ordering=HastyFcfs())
+    driver.submit("running", [1], 9)
+    driver.step()
+    driver.submit("other", [2], 1, slo=Slo(ttft_s=100.0), refuse_late=refuse_late)
+    plan = driver.plan()
+    assert (driver.scheduler.repeatable_steps(plan) == 1) == refuse_late
 
 
 def test_the_slo_order_keeps_what_is_worth_more():

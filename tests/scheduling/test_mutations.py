@@ -33,10 +33,10 @@ def double_free_of_a_shared_block_on_a_block_edge(monkeypatch):
     """Case 15: a sequence that ends with its last slot on a block edge gives its last block back twice."""
     release = KVCacheManager.release
 
-    def release_twice(self, slot):
+    def release_twice(self, slot, *args):
         owned = self.tables[slot, : self.num_owned[slot]].copy()
         is_on_edge = self._num_shared[slot] == len(owned)
-        release(self, slot)
+        release(self, slot, *args)
         last = owned[-1:]
         if is_on_edge and self.pool.refs[last].all():
             self.tree.num_evictable += len(self.pool.disown(last))
@@ -70,8 +70,8 @@ def head_that_waits_for_a_watermark(monkeypatch):
     """Case 4: blocks are kept back for running sequences even when none runs, so a large head never fits."""
     admit = KVCacheManager.admit
 
-    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks):
-        return admit(self, slot, match, num_tokens, max(1, spare_blocks))
+    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks, now_s):
+        return admit(self, slot, match, num_tokens, max(1, spare_blocks), now_s)
 
     monkeypatch.setattr(KVCacheManager, "admit", admit_with_watermark)
 
@@ -93,7 +93,7 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
         owner, kept = parked.pop(state.request_id, (None, ()))
         if owner is state and len(kept):
             kv.tree.num_evictable += len(kv.pool.disown(kept))
-            kv.tree.touch(kv.tree.node_of(int(kept[-1])))
+            kv.tree.touch(int(kept[-1]))
 
     def resume(self, state, *args):
         unpark(self.running.kv, state)

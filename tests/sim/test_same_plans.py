@@ -8,6 +8,7 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.clock import VirtualClock
 from expediter.core.ports import ExecutorLimits
+from expediter.core.slo import NO_SLO
 from expediter.runtime.recorded import run_recorded
 from expediter.scheduling.build import ORDERINGS, CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
@@ -47,7 +48,15 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 200}
     simulation = build_simulation(
         SimulationConfig(
-            step_time=step_time, num_blocks=num_blocks, block_size=4, ordering=ordering, jumps=False, **limits
+            step_time=step_time,
+            num_blocks=num_blocks,
+            block_size=4,
+            ordering=ordering,
+            # Both know the same: no targets, and of step times what they have seen.
+            slo=NO_SLO,
+            knows_step_time=False,
+            jumps=False,
+            **limits,
         )
     )
     simulated = PlanRecorder(simulation.schedulers[0])

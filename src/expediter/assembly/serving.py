@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,7 @@ from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.supervisor import Supervisor, SupervisorConfig
+from expediter.scheduling.build import limits_with_budget
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -42,6 +43,7 @@ class ServeConfig:
         model_names: names that clients may use for it; the first is shown.
         preset: scheduler limits, policy, routing; the operator's overrides are in it already.
         max_model_len: None for what model and KV pool can hold.
+        max_num_batched_tokens: None for the preset's, or what its batching needs.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
         api_keys: keys of nobody in particular; none here and none in `file`: everybody may come in.
         file: SLO classes, and keys of tenants.
@@ -57,6 +59,7 @@ class ServeConfig:
     port: int = 8000
     num_replicas: int = 1
     max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     dtype: str = "auto"
@@ -82,6 +85,12 @@ class ServeConfig:
         if not all(self.api_keys):
             raise ConfigurationError("an API key must not be empty")
         make_router(self.preset.routing)
+        limits = self.preset.scheduler
+        if self.max_model_len is not None:
+            limits = replace(limits, max_model_len=self.max_model_len)
+            limits_with_budget(limits, self.preset.policy, self.max_num_batched_tokens)
+        elif self.max_num_batched_tokens is not None:  # whether it holds a prompt, the replica knows
+            replace(limits, max_num_batched_tokens=self.max_num_batched_tokens)
 
 
 def serve(
@@ -156,6 +165,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             scheduler=config.preset.scheduler,
             max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.preset.policy,
             prefix_caching=config.preset.prefix_caching,
         )
@@ -173,6 +183,9 @@ def _num_cores() -> int:
 def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConfig:
     preset, limits = config.preset, hellos[0].limits
     max_model_len = min(hello.max_model_len for hello in hellos)
+    scheduler = limits_with_budget(
+        replace(preset.scheduler, max_model_len=max_model_len), preset.policy, config.max_num_batched_tokens
+    )
     return GatewayConfig(
         model_names=config.model_names,
         max_model_len=max_model_len,
@@ -188,8 +201,8 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
             replicas=len(hellos),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
-            max_num_seqs=preset.scheduler.max_num_seqs,
-            max_num_batched_tokens=preset.scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
         ),
     )

@@ -38,14 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     replicas.add_argument("--preset", default="sarathi", metavar="NAME", help="default: %(default)s")
     replicas.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     replicas.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    limits = parser.add_argument_group("limits of each replica (default: the preset's)")
+    limits = parser.add_argument_group("limits and policy of each replica (default: the preset's)")
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most running sequences")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
     limits.add_argument("--max-model-len", type=int, metavar="TOKENS", help="default: what model and KV cache hold")
     limits.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block")
     limits.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, on any device")
     limits.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory of the KV cache")
-    limits.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of the waiting queue")
+    limits.add_argument("--scheduling-policy", metavar="NAME", help="order of the waiting queue")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         num_replicas=args.replicas,
         max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         num_blocks=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         dtype=args.dtype,
@@ -89,19 +90,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preset(args: argparse.Namespace) -> Preset:
-    """Return the preset with the flags' overrides in it."""
+    """Return the preset with the flags' overrides in it, but for the token budget, which may depend on the model."""
     from expediter.assembly.presets import load_preset
 
     preset = load_preset(args.preset)
-    limits = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
-    limits = {name: value for name, value in limits.items() if value is not None}
-    if limits.get("max_num_batched_tokens", 0) > 0:
-        # A small budget alone means fewer sequences, too: each of them decodes one token per step.
-        limits.setdefault("max_num_seqs", min(preset.scheduler.max_num_seqs, limits["max_num_batched_tokens"]))
-    scheduler = replace(preset.scheduler, **limits)
+    max_num_seqs = args.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = preset.scheduler.max_num_seqs
+        if args.max_num_batched_tokens is not None and args.max_num_batched_tokens > 0:
+            # A small budget alone means fewer sequences, too: each of them decodes one token per step.
+            max_num_seqs = min(max_num_seqs, args.max_num_batched_tokens)
     return replace(
         preset,
-        scheduler=scheduler,
+        scheduler=replace(preset.scheduler, max_num_seqs=max_num_seqs),
         policy=replace(preset.policy, ordering=args.scheduling_policy or preset.policy.ordering),
         block_size=args.block_size if args.block_size is not None else preset.block_size,
     )

@@ -18,7 +18,7 @@ from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempt
 from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
-from expediter.core.request import FinishReason, Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, FinishReason, Request, SamplingParams, TokenArray
 from expediter.core.slo import Slo
 from expediter.runtime.loop import StepRecord
 
@@ -38,6 +38,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     sampling: SamplingParams
     priority: int
     cache_salt: str
+    pin_s: float
+    drop: bool
     tenant: str
     ttft_s: float | None
     tpot_s: float | None
@@ -235,6 +237,8 @@ def submit_frame(request: Request) -> Submit:
         sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        pin_s=0.0 if request.cache_hint is None else request.cache_hint.pin_s,
+        drop=request.cache_hint is not None and request.cache_hint.drop,
         tenant=request.tenant,
         ttft_s=request.slo.ttft_s,
         tpot_s=request.slo.tpot_s,
@@ -262,6 +266,7 @@ def request_of(frame: Submit) -> Request:
             sampling=frame.sampling,
             priority=frame.priority,
             cache_salt=frame.cache_salt,
+            cache_hint=CacheHint(pin_s=frame.pin_s, drop=frame.drop) if frame.pin_s or frame.drop else None,
             tenant=frame.tenant,
             slo=Slo(ttft_s=frame.ttft_s, tpot_s=frame.tpot_s, e2e_s=frame.e2e_s),
             slo_class=frame.slo_class,

@@ -19,9 +19,9 @@ from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.preemption import VictimRule
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Draft:
         budget: tokens that may still be added.
         chunks: planned tokens of prefilling sequences by slot, in batch order.
         preempted: requests to queue again once the step is decided, so that they do not return within it.
+        queue_is_closed: nothing has changed since the waiting requests were refused last, so nobody is tried.
         queue_is_stuck: the waiting requests would meet the same refusals in a next step if nothing comes or goes.
         held_by: what keeps the rest of the queue from being tried.
         refused: how many waiting requests were tried in vain, by reason.
@@ -64,6 +65,7 @@ class Draft:
         self.admitted: list[Admission] = []
         self.preempted: list[RequestState] = []
         self.events: list[Event] = []
+        self.queue_is_closed = False
         self.queue_is_stuck = True
         self.held_by = Reason.BATCH
         self.refused: dict[Reason, int] = {}
@@ -93,12 +95,18 @@ class Draft:
         ordering = self._rules.ordering
         partial = deque(self.running.prefilling)
         if ordering.interleaves:
-            partial = deque(sorted(partial, key=lambda state: ordering.urgency(state, self.now_s)))
+            partial = deque(sorted(partial, key=lambda state: self._waiting.urgency(state, self.now_s)))
+        if self.queue_is_closed and not partial:
+            return
         passed: list[RequestState] = []
+        if len(self._waiting) and self._may_start:
+            ordering.tick(self.running.decode_clock)
         # Who just lost its blocks must not fight for them again in the same step.
-        is_open = not self.preempted
+        is_open = not self.preempted and self._may_start
         while self.budget > 0:
             head = self._waiting.first(self.now_s) if is_open else None
+            while partial and partial[0].slot < 0:
+                partial.popleft()  # displaced since
             if partial and (head is None or not self._goes_before(head, partial[0])):
                 self._add_chunk(partial.popleft())
                 continue
@@ -114,15 +122,22 @@ class Draft:
                     other.num_bypassed += 1
             else:
                 passed.append(head)
-            is_open = len(passed) <= self._config.max_scan and all(self._may_be_passed(other) for other in passed)
+            is_open = self._may_start and len(passed) <= self._config.max_scan
+            is_open = is_open and all(self._may_be_passed(other) for other in passed)
         for state in passed:
-            self._waiting.push(state, self.now_s)
+            self._waiting.put_back(state, self.now_s)
         self._judge_queue(passed)
         self.held_by = self._why_held(passed)
 
     def _goes_before(self, head: RequestState, partial: RequestState) -> bool:
-        ordering = self._rules.ordering
-        return ordering.interleaves and ordering.urgency(head, self.now_s) < ordering.urgency(partial, self.now_s)
+        if not self._rules.ordering.interleaves:
+            return False
+        return self._waiting.urgency(head, self.now_s) < self._waiting.urgency(partial, self.now_s)
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether anybody can get a slot at all."""
+        return self.running.has_slot or self._rules.ordering.displaces
 
     def _needs_more_than_budget(self, state: RequestState) -> bool:
         if state.num_known_tokens <= self.budget:
@@ -141,14 +156,15 @@ class Draft:
     def _judge_queue(self, passed: list[RequestState]) -> None:
         if self.admitted or self.preempted:
             self.queue_is_stuck = False
-        elif len(self._waiting) and self.running.has_slot:
-            # With a slot free, the order and the budget decide who is tried; both must stand still.
-            still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
+        elif len(self._waiting) and self._may_start:
+            # If somebody can get a slot, the order and the budget decide who is tried; both must stand still.
+            rules = self._rules
+            still = rules.ordering.is_static and rules.memory.is_static and (rules.budget.is_static or self.budget > 0)
             self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
 
     def _why_held(self, passed: list[RequestState]) -> Reason:
         """Return why nobody else was tried."""
-        if passed:
+        if passed or not self._may_start:
             return Reason.NO_BLOCKS if self.running.has_slot else Reason.NO_SLOT
         # Who does not fit whole lacks budget as well.
         return Reason.PREEMPTED if self.preempted and self.budget > 0 else Reason.BUDGET
@@ -174,7 +190,7 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
-        if not self.running.enter(state, match, num_tokens, spare):
+        if not self.running.enter(state, match, num_tokens, spare, self.now_s):
             self._note_refusal(state, kv.shortage(match, num_tokens, spare))
             return False
         self._announce(state, match.num_blocks * kv.block_size)
@@ -240,7 +256,7 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), None))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState | None) -> None:
-        self.running.leave(state)
+        self.running.leave(state, self.now_s, ends=False)
         state.move(Status.PREEMPTED)
         num_lost, name = state.num_computed_tokens, "" if beneficiary is None else beneficiary.request_id
         self.events.append(Preempted(state.request_id, self.now_s, cause, num_lost, name))

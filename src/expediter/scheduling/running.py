@@ -8,7 +8,7 @@ import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.plan import IntArray
-from expediter.core.request import RequestState, Status
+from expediter.core.request import CacheHint, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.kvcache.radix import PrefixMatch
 from expediter.scheduling.decoding import DecodingBatch
@@ -39,9 +39,11 @@ class RunningSet:
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+    def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room."""
-        if not self._free_slots or not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks):
+        if not self._free_slots:
+            return False
+        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = match.num_blocks * self.kv.block_size
@@ -61,7 +63,7 @@ class RunningSet:
             self.decoding.join(state, int(self.kv.num_owned[state.slot]) * self.kv.block_size)
             self._ordering.joined(state, self.decode_clock)
 
-    def advance(self, tokens: IntArray) -> list[RequestState]:
+    def advance(self, tokens: IntArray, now_s: float) -> list[RequestState]:
         """Append a token per step to every decoding sequence; return those that ended, with their blocks back.
 
         Args:
@@ -74,22 +76,26 @@ class RunningSet:
         ended = self.decoding.leave(rows)
         for state in ended:
             self._ordering.left(state, self.decode_clock)
-            self._give_back(state)
+            self._give_back(state, now_s, state.request.cache_hint)
         return ended
 
-    def leave(self, state: RequestState) -> None:
-        """Take a sequence out; its known tokens are complete then, and its blocks are back."""
+    def leave(self, state: RequestState, now_s: float, *, ends: bool = True) -> None:
+        """Take a sequence out; its known tokens are complete then, and its blocks are back.
+
+        Args:
+            ends: its client's wish for its blocks holds now; not if it is to come back.
+        """
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
-            self._ordering.left(state, self.decode_clock)
-        self._give_back(state)
+        self._ordering.left(state, self.decode_clock)
+        self._give_back(state, now_s, state.request.cache_hint if ends else None)
 
-    def _give_back(self, state: RequestState) -> None:
+    def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""
         self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
-        self.kv.release(state.slot)
+        self.kv.release(state.slot, now_s, hint)
         self._free_slots.append(state.slot)
         state.slot = -1
 

@@ -26,8 +26,8 @@ from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Draft, Rules
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class Scheduler:
         self._next_step = 0
         self._next_sequence = 0
         self._queue_is_stuck = False
+        self._stuck_until_s = 0.0
         self._draining = False
         self._explanations = Explanations(config.max_explanations)
         self._refused: dict[Reason, int] = {}
@@ -118,13 +119,14 @@ class Scheduler:
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
         """Waiting requests by what held them when the last step was planned; together `num_waiting`."""
-        counts = {reason.value: count for reason, count in self._refused.items()}
-        rest = len(self._waiting) - sum(counts.values())
-        num_late = min(rest, self.policy.rules.ordering.num_late)
         held_by = self._explanations.held_by or Reason.STEP
-        for reason, count in ((Reason.LATE, num_late), (held_by, rest - num_late)):
-            if count > 0:
+        rest, counts = len(self._waiting), dict[str, int]()
+        known = (*self._refused.items(), (Reason.LATE, self.policy.rules.ordering.num_late), (held_by, rest))
+        for reason, most in known:
+            count = min(most, rest)  # some may have ended since
+            if count:
                 counts[reason.value] = counts.get(reason.value, 0) + count
+                rest -= count
         return counts
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -144,6 +146,7 @@ class Scheduler:
         state = RequestState(request, self._next_sequence, request.prompt.tobytes())
         self._next_sequence += 1
         self._requests[request.request_id] = state
+        self.policy.rules.ordering.tick(self._running.decode_clock)
         waiting = len(self._waiting), self._waiting.num_tokens
         self._waiting.push(state, now_s)
         self._queue_is_stuck = False
@@ -158,7 +161,7 @@ class Scheduler:
         if state.status is Status.RUNNING:
             if self._in_flight is not None:
                 self._dropped.add(state.slot)
-            self._running.leave(state)
+            self._running.leave(state, now_s)
         else:
             self._waiting.remove(state)
         return [self._finish(state, now_s, reason)]
@@ -211,14 +214,18 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been applied")
         draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
+        draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
         draft.events += self._judge_late(now_s)
         self.policy.batching.fill(draft)
         for state in draft.preempted:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
-        self._queue_is_stuck = draft.queue_is_stuck and not self.policy.rules.ordering.may_refuse
-        self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
-        self._refused = draft.refused
+        # Once a prompt is complete, its share of the budget is free for others.
+        self._queue_is_stuck = draft.queue_is_stuck and not draft.chunks and not self.policy.rules.ordering.may_refuse
+        if not draft.queue_is_closed:
+            self._stuck_until_s = self.queue_changes_s(now_s)
+            self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
+            self._refused = draft.refused
         self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
             self._in_flight, self._in_flight_chunks = plan, chunked
@@ -288,7 +295,7 @@ class Scheduler:
         tokens = result.tokens[:, columns]
         decoding = self._running.decoding
         events.append(Tokens(now_s, decoding.states[: decoding.size].copy(), tokens, columns))
-        return self._running.advance(tokens)
+        return self._running.advance(tokens, now_s)
 
     def _apply_chunks(
         self, plan: StepPlan, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]
@@ -320,7 +327,7 @@ class Scheduler:
         events.append(Tokens(now_s, owners, tokens, np.array(columns)))
         ended = [s for s in caught_up if len(s.output) == s.request.max_tokens or _stops(s)]
         for state in ended:
-            self._running.leave(state)
+            self._running.leave(state, now_s)
         self._running.catch_up([state for state in caught_up if state.status is Status.RUNNING and state.slot >= 0])
         return ended
 
@@ -335,13 +342,15 @@ class Scheduler:
         decoding = self._running.decoding
         if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
             return 1
+        if self._running.prefilling:  # held up by the budget, which may be another one next time
+            return 1
         if len(self._waiting) and not self._queue_is_stuck:
             return 1
         return decoding.max_run(self.kv.block_size, self.kv.num_available_blocks)
 
     def queue_changes_s(self, now_s: float) -> float:
         """Return the time after which a plan may differ from a repeated one because somebody waited too long."""
-        if not len(self._waiting) or not self._running.has_slot:
+        if not len(self._waiting) or not (self._running.has_slot or self.policy.rules.ordering.displaces):
             return float("inf")
         return self._waiting.next_change_s(now_s)
 

@@ -68,7 +68,9 @@ class SloOrdering:
         self._late_share = late_share
         self._waiting: dict[int, _Job] = {}
         self._under_way: dict[int, _Job] = {}
-        self._hopeful, self._spare, self._late = LazyHeap(), LazyHeap(), LazyHeap()
+        self._hopeful: LazyHeap[RequestState] = LazyHeap()
+        self._spare: LazyHeap[RequestState] = LazyHeap()
+        self._late: LazyHeap[RequestState] = LazyHeap()
         self._num_changes = 0
         self._dealt_s = -math.inf
         self._since_late = 0
@@ -88,6 +90,9 @@ class SloOrdering:
         else:
             self._hopeful.put(state, (job.due_s,))
         self._num_changes += 1
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        self.push(state, now_s)
 
     def remove(self, state: RequestState) -> None:
         if self._waiting.pop(state.sequence, None) is not None:
@@ -152,6 +157,9 @@ class SloOrdering:
 
     # -- what is learned ----------------------------------------------------------------------------------------------
 
+    def tick(self, decode_clock: int) -> None:
+        """Time decides here, not service."""
+
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
         due_s = self._due_s(state)
         self._under_way[state.sequence] = _Job(state, num_new_tokens, due_s, state.request.value)
@@ -175,7 +183,7 @@ class SloOrdering:
     def _is_late(self, job: _Job, now_s: float) -> bool:
         return now_s + job.num_tokens * self._knowledge.prefill_token_s > job.due_s
 
-    def _head_in_time(self, lane: LazyHeap, now_s: float) -> RequestState | None:
+    def _head_in_time(self, lane: LazyHeap[RequestState], now_s: float) -> RequestState | None:
         """Return a lane's head, moving those that have become late to their lane."""
         while (entry := lane.first()) is not None:
             state = entry[1]
