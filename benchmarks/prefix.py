@@ -50,6 +50,16 @@ class Cache:
         self.tree.num_evictable += len(self.pool.disown(blocks))
         self.tree.touch(self.tree.node_of(int(blocks[-1])))
 
+    def insert_new(self, length: int) -> float:
+        """Insert a prompt that nobody shares; return what that took, in microseconds, and evict it again."""
+        raw, count = self.new_tokens(length).tobytes(), length // _BLOCK_SIZE
+        blocks = self.pool.pop(count)
+        taken = cpu_us(lambda: self.tree.insert(raw, "", blocks, 0))
+        self.tree.num_evictable += len(self.pool.disown(blocks))
+        self.tree.touch(self.tree.node_of(int(blocks[-1])))
+        self.pool.push(self.tree.evict(count))
+        return taken
+
     def put_chain(self, tokens: Tokens) -> None:
         """Insert a sequence and branches off it, so that it lies along `_CHAIN` nodes."""
         piece = len(tokens) // _CHAIN
@@ -80,16 +90,8 @@ def measure_match(cache: Cache, rounds: int) -> list[Row]:
 def measure_insert(cache: Cache, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for length in _LENGTHS:
-        samples: list[float] = []
-        for _ in range(min(rounds, 40_000 * _BLOCK_SIZE // length)):
-            raw = cache.new_tokens(length).tobytes()
-            blocks = cache.pool.pop(length // _BLOCK_SIZE)
-            samples.append(cpu_us(lambda tree=cache.tree, raw=raw, blocks=blocks: tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
-            cache.tree.num_evictable += len(cache.pool.disown(blocks))
-            cache.tree.touch(cache.tree.node_of(int(blocks[-1])))
-            cache.pool.push(cache.tree.evict(0))
+        samples = [cache.insert_new(length) for _ in range(rounds)]
         rows.append({"operation": "insert, new", "tokens": length, **spread(samples)})
-        cache = Cache(1000)
     return rows
 
 
