@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
+from expediter.kvcache.node import Node
 from expediter.kvcache.pool import BlockPool
-from expediter.kvcache.radix import Node, RadixTree
+from expediter.kvcache.radix import RadixTree
 
 _BLOCK_SIZE = 16
 _LENGTHS = (1024, 8192, 32768)
@@ -29,9 +30,9 @@ Tokens = npt.NDArray[np.int32]
 class Cache:
     """A pool and its tree, filled as the module says."""
 
-    def __init__(self, num_sequences: int) -> None:
+    def __init__(self, num_sequences: int, *, spare_blocks: int = 60_000) -> None:
         self.rng = np.random.default_rng(0)
-        self.pool = BlockPool(num_sequences * 16 + 100 * 32 + 60_000)
+        self.pool = BlockPool(num_sequences * 16 + 100 * 32 + spare_blocks)
         self.tree = RadixTree(self.pool, _BLOCK_SIZE)
         prefixes = [self.new_tokens(512) for _ in range(100)]
         for index in range(num_sequences):
@@ -48,16 +49,17 @@ class Cache:
         blocks = np.concatenate((match.blocks, self.pool.pop(count - match.num_blocks)))
         self.tree.insert(raw, "", blocks, match.num_blocks)
         self.tree.num_evictable += len(self.pool.disown(blocks))
-        self.tree.touch(self.tree.node_of(int(blocks[-1])))
+        self.tree.touch(int(blocks[-1]))
 
     def insert_new(self, length: int) -> float:
-        """Insert a prompt that nobody shares; return what that took, in microseconds, and evict it again."""
+        """Insert a prompt that nobody shares; return what that took, in microseconds."""
         raw, count = self.new_tokens(length).tobytes(), length // _BLOCK_SIZE
+        if self.pool.num_free < count:
+            self.pool.push(self.tree.evict(count))
         blocks = self.pool.pop(count)
         taken = cpu_us(lambda: self.tree.insert(raw, "", blocks, 0))
         self.tree.num_evictable += len(self.pool.disown(blocks))
-        self.tree.touch(self.tree.node_of(int(blocks[-1])))
-        self.pool.push(self.tree.evict(count))
+        self.tree.touch(int(blocks[-1]))
         return taken
 
     def put_chain(self, tokens: Tokens) -> None:

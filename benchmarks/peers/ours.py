@@ -74,7 +74,7 @@ def match(length: int, *, chain: bool) -> Case:
 
 
 def insert(length: int) -> Case:
-    cache = Cache(NUM_SEQUENCES)
+    cache = Cache(NUM_SEQUENCES, spare_blocks=1_000_000)
     return lambda num_samples: [cache.insert_new(length) for _ in range(num_samples)]
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from expediter.assembly.file_config import load_file_config
 from expediter.assembly.presets import load_preset
 from expediter.assembly.serving import ServeConfig, serve
 from expediter.runtime.supervisor import SupervisorConfig
@@ -28,17 +29,24 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--config")
+    parser.add_argument("--ordering", default="fcfs")
     args = parser.parse_args()
     setup_logging("gateway")
     preset = load_preset("sarathi")
     config = ServeConfig(
         model=args.folder,
         model_names=("fake", "also-fake"),
-        preset=replace(preset, scheduler=replace(preset.scheduler, max_num_seqs=args.max_num_seqs)),
+        preset=replace(
+            preset,
+            scheduler=replace(preset.scheduler, max_num_seqs=args.max_num_seqs, max_explanations=8),
+            policy=replace(preset.policy, ordering=args.ordering),
+        ),
         port=0,
         num_replicas=args.replicas,
         num_blocks=args.num_blocks,
         api_keys=tuple(args.api_key),
+        file=load_file_config(args.config),
         shutdown_timeout_s=args.shutdown_timeout,
         supervisor=SupervisorConfig(
             max_step_s=args.max_step_s,

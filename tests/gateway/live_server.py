@@ -62,6 +62,7 @@ class LiveServer:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        self.metrics_headers: dict[str, str] = {}
         self.port = int(url.rsplit(":", 1)[1])
 
     def request(
@@ -82,13 +83,13 @@ class LiveServer:
     def post(self, path: str, body: Any, **options: Any) -> Reply:
         return self.request("POST", path, body, **options)
 
-    def complete(self, prompt: Any, **fields: Any) -> Reply:
-        return self.post("/v1/completions", {"prompt": prompt, "max_tokens": 64, **fields})
+    def complete(self, prompt: Any, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+        return self.post("/v1/completions", {"prompt": prompt, "max_tokens": 64, **fields}, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric over all its label sets that match."""
         total = 0.0
-        for line in self.get("/metrics").body.decode().splitlines():
+        for line in self.get("/metrics", headers=self.metrics_headers).body.decode().splitlines():
             match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
             if match and match[1] == name:
                 found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))

@@ -14,17 +14,34 @@ from live_server import EOS
 from expediter.core.clock import VirtualClock
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request, SamplingParams
+from expediter.core.slo import Slo
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import ChatBody, CompletionBody, decode_body
+from expediter.gateway.info import ServerInfo
 from expediter.gateway.service import GatewayConfig, Service
+from expediter.gateway.terms import Terms
+from expediter.scheduling.build import PolicyConfig
 
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 CHAT = msgspec.json.Decoder(ChatBody)
+TERMS = Terms(tenant="t", slo=Slo(ttft_s=0.5), slo_class="c", value=2.0, refuse_late=True)
+INFO = ServerInfo(
+    preset="p",
+    policy=PolicyConfig(),
+    prefix_caching=True,
+    routing="r",
+    replicas=1,
+    block_size=4,
+    num_blocks=16,
+    max_num_seqs=1,
+    max_num_batched_tokens=1,
+    max_model_len=100,
+)
 
 
 @pytest.fixture
 def service(model_folder: Path) -> Iterator[Service]:
-    config = GatewayConfig(model_names=("m",), max_model_len=100, num_kv_tokens=64)
+    config = GatewayConfig(model_names=("m",), max_model_len=100, num_kv_tokens=64, info=INFO)
     made = Service(config, None, Tokenizer.from_folder(model_folder), VirtualClock(7.0))  # type: ignore[arg-type]
     yield made
     made.close()
@@ -33,14 +50,14 @@ def service(model_folder: Path) -> Iterator[Service]:
 def completion(service: Service, prompt: Any = "abc", **fields: Any) -> list[Request]:
     body = decode_body(msgspec.json.encode({"prompt": prompt, **fields}), COMPLETION)
     prompts = asyncio.run(service.completion_prompts(body))
-    return [choice.request for choice in service.completion(body, prompts).choices]
+    return [choice.request for choice in service.completion(body, prompts, TERMS).choices]
 
 
 def chat(service: Service, **fields: Any) -> list[Request]:
     messages = [{"role": "user", "content": "abc"}]
     body = decode_body(msgspec.json.encode({"messages": messages, **fields}), CHAT)
     prompt = asyncio.run(service.chat_prompt(body.messages))
-    return [choice.request for choice in service.chat(body, prompt).choices]
+    return [choice.request for choice in service.chat(body, prompt, TERMS).choices]
 
 
 def test_defaults(service: Service) -> None:
@@ -50,6 +67,9 @@ def test_defaults(service: Service) -> None:
     assert request.stop_token_ids == (EOS,)
     assert request.sampling == SamplingParams()
     assert request.arrival_s == 7.0
+    assert (request.tenant, request.slo, request.slo_class, request.value, request.refuse_late) == (
+        *("t", Slo(ttft_s=0.5), "c", 2.0, True),
+    )
     (request,) = chat(service)
     assert request.max_tokens == 62, "what the KV pool leaves: 64 tokens, and one more that is never fed back"
 
@@ -97,4 +117,4 @@ def test_chat_logprobs_and_limits(service: Service) -> None:
 def test_config_is_checked() -> None:
     for wrong in ({"model_names": ()}, {"model_names": ("",)}, {"max_model_len": 0}, {"num_kv_tokens": 0}):
         with pytest.raises(ConfigurationError):
-            GatewayConfig(**{"model_names": ("m",), "max_model_len": 1, "num_kv_tokens": 1, **wrong})
+            GatewayConfig(**{"model_names": ("m",), "max_model_len": 1, "num_kv_tokens": 1, "info": INFO, **wrong})

@@ -21,10 +21,10 @@ from expediter.scheduling.draft import Draft
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.ordering.simple import Fcfs, Lifo, PriorityOrder
 from expediter.scheduling.preemption import LowestPriority
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 
 def state(sequence=0, prompt=(1, 2, 3), *, priority=0, arrival_s=0.0, max_tokens=8, output=(), slot=-1, stops=()):
@@ -80,8 +80,8 @@ def test_presets_name_limits_and_an_ordering_that_exist(name):
 
 def test_sarathi_is_a_preset_and_what_is_none_is_answered_with_those_that_are():
     assert load_preset("sarathi").scheduler == SchedulerConfig()
-    with pytest.raises(ConfigurationError, match=r"no preset 'orca'; there are: .*sarathi"):
-        load_preset("orca")
+    with pytest.raises(ConfigurationError, match=r"no preset 'orcas'; there are: .*sarathi"):
+        load_preset("orcas")
 
 
 # -- orderings --------------------------------------------------------------------------------------------------------
@@ -264,7 +264,8 @@ def test_a_plan_packs_decodes_before_chunks():
     draft.add_prompts()
     assert draft.budget == 0
     plan, chunked = draft.compose(6)
-    assert chunked == [done, partial]
+    assert chunked.states == [done, partial]
+    assert chunked.sampled == [done]
     assert plan.slots.tolist() == [3, 1, 0]
     assert plan.starts.tolist() == [3, 2, 0]
     assert plan.lengths.tolist() == [1, 3, 2]

@@ -4,10 +4,12 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from sim_builders import write_jsonl
 
+from expediter.assembly.presets import PRESET_NAMES, load_preset
 from expediter.cli import simulate
 from expediter.core.errors import ConfigurationError
 
@@ -47,6 +49,39 @@ def test_table_and_files(trace, tmp_path, capsys):
     assert set(content["ttft_s"]) == {"mean", "p50", "p90", "p99"}
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     assert {line["event"] for line in lines} == {"queued", "routed", "admitted", "first_token", "finished"}
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_every_preset_simulates(name, trace, capsys):
+    report = report_of(capsys, "--trace", trace, "--preset", name, "--max-model-len", "4096")
+    setup, preset = report["configuration"], load_preset(name)
+    assert report["requests"]["finished"] == 20
+    assert setup["policy"] == asdict(preset.policy)
+    is_whole = name in ("static", "orca", "vllm")
+    budget = 4096 + preset.scheduler.max_num_seqs if is_whole else preset.scheduler.max_num_batched_tokens
+    assert setup["max_num_batched_tokens"] == budget
+
+
+def test_a_whole_prompt_needs_a_budget_that_holds_it(trace):
+    words = ("--trace", trace, "--batching", "iteration_level", "--max-model-len", "4096")
+    with pytest.raises(ConfigurationError, match=r"must be at least max_model_len \(4096\): the batching 'iteration"):
+        command(*words, "--max-num-batched-tokens", "2048")
+    assert command(*words, "--json", "-") == 0
+
+
+def test_parts_of_the_policy_have_flags(trace, capsys):
+    parts = {
+        "ordering": "lifo",
+        "batching": "prompts_first",
+        "memory": "predicted_peak",
+        "budget": "slack",
+        "victims": "last_in",
+    }
+    words = [word for name, part in parts.items() for word in (f"--{name}", part)]
+    assert report_of(capsys, "--trace", trace, *words)["configuration"]["policy"] == parts
+    for name in parts:
+        with pytest.raises(ConfigurationError, match=r"no .* 'nothing'; there are: "):
+            command("--trace", trace, f"--{name}", "nothing")
 
 
 def test_flags_win_over_the_preset(trace, capsys):

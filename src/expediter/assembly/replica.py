@@ -10,7 +10,7 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Executor, ExecutorLimits
 from expediter.runtime.process import BuiltReplica, replica_main
 from expediter.runtime.spec import ReplicaSpec
-from expediter.scheduling.build import CacheConfig, build_scheduler
+from expediter.scheduling.build import CacheConfig, build_scheduler, limits_with_budget
 from expediter.telemetry.logging_setup import setup_logging
 
 
@@ -43,12 +43,15 @@ def assemble_replica(spec: ReplicaSpec, executor: Executor) -> BuiltReplica:
     """Put a scheduler in front of an executor, with limits that both can keep.
 
     Raises:
-        ConfigurationError: the operator asked for longer sequences than the KV pool holds.
+        ConfigurationError: the operator asked for longer sequences than the KV pool holds, or for a budget that does
+            not hold a prompt that is to be computed whole.
     """
     limits = executor.limits
     max_model_len = fitting_model_len(limits, spec.max_model_len)
     scheduler = build_scheduler(
-        config=replace(spec.scheduler, max_model_len=max_model_len),
+        config=limits_with_budget(
+            replace(spec.scheduler, max_model_len=max_model_len), spec.policy, spec.max_num_batched_tokens
+        ),
         cache=CacheConfig(
             num_blocks=limits.num_blocks, block_size=limits.block_size, prefix_caching=spec.prefix_caching
         ),

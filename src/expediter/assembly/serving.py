@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import uvloop
 
+from expediter.assembly.file_config import FileConfig
 from expediter.assembly.presets import Preset
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
@@ -26,6 +27,7 @@ from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.supervisor import Supervisor, SupervisorConfig
+from expediter.scheduling.build import limits_with_budget
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -41,8 +43,10 @@ class ServeConfig:
         model_names: names that clients may use for it; the first is shown.
         preset: scheduler limits, policy, routing; the operator's overrides are in it already.
         max_model_len: None for what model and KV pool can hold.
+        max_num_batched_tokens: None for the preset's, or what its batching needs.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
-        api_keys: none of them: everybody may come in.
+        api_keys: keys of nobody in particular; none here and none in `file`: everybody may come in.
+        file: SLO classes, and keys of tenants.
         shutdown_timeout_s: for requests in flight at the first signal.
     Raises:
         ConfigurationError: a value is out of range.
@@ -55,11 +59,13 @@ class ServeConfig:
     port: int = 8000
     num_replicas: int = 1
     max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     api_keys: tuple[str, ...] = ()
+    file: FileConfig = field(default_factory=FileConfig)
     shutdown_timeout_s: float = 30.0
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
@@ -79,6 +85,12 @@ class ServeConfig:
         if not all(self.api_keys):
             raise ConfigurationError("an API key must not be empty")
         make_router(self.preset.routing)
+        limits = self.preset.scheduler
+        if self.max_model_len is not None:
+            limits = replace(limits, max_model_len=self.max_model_len)
+            limits_with_budget(limits, self.preset.policy, self.max_num_batched_tokens)
+        elif self.max_num_batched_tokens is not None:  # whether it holds a prompt, the replica knows
+            replace(limits, max_num_batched_tokens=self.max_num_batched_tokens)
 
 
 def serve(
@@ -117,7 +129,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             hellos = starting.result()
             service = Service(_gateway_config(config, hellos), supervisor, text, clock)
             drain = Drain()
-            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys), drain)
+            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys, config.file.api_keys), drain)
             await serve_until_signal(
                 make_http_server(app),
                 sock,
@@ -153,6 +165,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             scheduler=config.preset.scheduler,
             max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.preset.policy,
             prefix_caching=config.preset.prefix_caching,
         )
@@ -170,9 +183,15 @@ def _num_cores() -> int:
 def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConfig:
     preset, limits = config.preset, hellos[0].limits
     max_model_len = min(hello.max_model_len for hello in hellos)
+    scheduler = limits_with_budget(
+        replace(preset.scheduler, max_model_len=max_model_len), preset.policy, config.max_num_batched_tokens
+    )
     return GatewayConfig(
         model_names=config.model_names,
         max_model_len=max_model_len,
+        slo_classes=config.file.slo_classes,
+        # A request has its own id, the response's and perhaps the client's.
+        max_recent=3 * preset.scheduler.max_explanations * len(hellos),
         num_kv_tokens=min(hello.limits.num_blocks * hello.limits.block_size for hello in hellos),
         info=ServerInfo(
             preset=preset.name,
@@ -182,8 +201,8 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
             replicas=len(hellos),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
-            max_num_seqs=preset.scheduler.max_num_seqs,
-            max_num_batched_tokens=preset.scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
         ),
     )

@@ -22,7 +22,7 @@ from expediter.core.slo import NO_SLO, Slo
 from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.roofline import RooflineModel, kv_capacity
 from expediter.perfmodel.shapes import shape_named
-from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
 from expediter.sim.cluster import Cluster
@@ -52,8 +52,10 @@ class SimulationConfig:
         routing: name of a routing policy.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
+        batching, memory, budget, victims: names of parts.
         knows_step_time: schedulers start from the simulation's own step-time model instead of learning from nothing.
-        max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler.
+        max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler; a batching that
+            computes prompts whole sets the token budget itself.
         block_size: tokens per KV block.
         num_blocks: KV blocks per replica; None for what the GPUs hold beside the weights.
         prefix_caching: whether ended requests leave their KV for reuse.
@@ -73,6 +75,10 @@ class SimulationConfig:
     routing: str | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
+    batching: str | None = None
+    memory: str | None = None
+    budget: str | None = None
+    victims: str | None = None
     knows_step_time: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -206,6 +212,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
 def _resolve(config: SimulationConfig) -> _Setup:
     preset = load_preset(config.preset)
     policy = preset.policy if config.policy is None else config.policy
+    parts = {name: getattr(config, name) for name in ("ordering", "batching", "memory", "budget", "victims")}
+    policy = replace(policy, **{name: part for name, part in parts.items() if isinstance(part, str)})
     step_time, num_blocks = config.step_time, config.num_blocks
     block_size = preset.block_size if config.block_size is None else config.block_size
     if step_time is None:
@@ -213,11 +221,12 @@ def _resolve(config: SimulationConfig) -> _Setup:
     if num_blocks is None:
         shape, gpu = shape_named(config.model), gpu_named(config.gpu)
         num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
-    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
+    scheduler = replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None})
     return _Setup(
         preset=preset.name,
-        limits=replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None}),
-        policy=replace(policy, ordering=config.ordering) if isinstance(config.ordering, str) else policy,
+        limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),
+        policy=policy,
         own_ordering=None if isinstance(config.ordering, str) else config.ordering,
         routing=preset.routing if config.routing is None else config.routing,
         prefix_caching=preset.prefix_caching if config.prefix_caching is None else config.prefix_caching,

@@ -24,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     network.add_argument("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
     network.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for a key; may be repeated")
+    network.add_argument("--config", metavar="FILE", help="TOML file with SLO classes and keys of tenants")
     network.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that clients use")
     network.add_argument(
         "--shutdown-timeout",
@@ -37,14 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     replicas.add_argument("--preset", default="sarathi", metavar="NAME", help="default: %(default)s")
     replicas.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     replicas.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    limits = parser.add_argument_group("limits of each replica (default: the preset's)")
+    limits = parser.add_argument_group("limits and policy of each replica (default: the preset's)")
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most running sequences")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
     limits.add_argument("--max-model-len", type=int, metavar="TOKENS", help="default: what model and KV cache hold")
     limits.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block")
     limits.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, on any device")
     limits.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory of the KV cache")
-    limits.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of the waiting queue")
+    limits.add_argument("--scheduling-policy", metavar="NAME", help="order of the waiting queue")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,11 +55,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigurationError, ReplicaError: the server cannot start with these flags.
     """
     # Imported here, so that `expediter --help` and other commands do not load a server.
+    from expediter.assembly.file_config import load_file_config
     from expediter.assembly.serving import ServeConfig, serve
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
     from expediter.telemetry.logging_setup import setup_logging
 
     setup_logging("gateway")
+    file = load_file_config(args.config)
     preset = _preset(args)
     folder = resolve_model(args.model)
     name = DEFAULT_MODEL if args.model is None else folder.resolve().name
@@ -70,14 +73,16 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         num_replicas=args.replicas,
         max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         num_blocks=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         dtype=args.dtype,
         device=args.device,
         api_keys=tuple(args.api_key),
+        file=file,
         shutdown_timeout_s=args.shutdown_timeout,
     )
-    if args.host not in _LOOPBACK and not args.api_key:
+    if args.host not in _LOOPBACK and not args.api_key and not file.api_keys:
         print(f"expediter: warning: {args.host} may be reached by others, and no --api-key is set", file=sys.stderr)
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
     serve(config, lambda line: print(line, flush=True))
@@ -85,19 +90,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preset(args: argparse.Namespace) -> Preset:
-    """Return the preset with the flags' overrides in it."""
+    """Return the preset with the flags' overrides in it, but for the token budget, which may depend on the model."""
     from expediter.assembly.presets import load_preset
 
     preset = load_preset(args.preset)
-    limits = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
-    limits = {name: value for name, value in limits.items() if value is not None}
-    if limits.get("max_num_batched_tokens", 0) > 0:
-        # A small budget alone means fewer sequences, too: each of them decodes one token per step.
-        limits.setdefault("max_num_seqs", min(preset.scheduler.max_num_seqs, limits["max_num_batched_tokens"]))
-    scheduler = replace(preset.scheduler, **limits)
+    max_num_seqs = args.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = preset.scheduler.max_num_seqs
+        if args.max_num_batched_tokens is not None and args.max_num_batched_tokens > 0:
+            # A small budget alone means fewer sequences, too: each of them decodes one token per step.
+            max_num_seqs = min(max_num_seqs, args.max_num_batched_tokens)
     return replace(
         preset,
-        scheduler=scheduler,
+        scheduler=replace(preset.scheduler, max_num_seqs=max_num_seqs),
         policy=replace(preset.policy, ordering=args.scheduling_policy or preset.policy.ordering),
         block_size=args.block_size if args.block_size is not None else preset.block_size,
     )

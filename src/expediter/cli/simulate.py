@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
     _add_cluster_flags(parser.add_argument_group("what serves it"))
     _add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
+    _add_policy_flags(parser.add_argument_group("parts of the policy (default: the preset's; a wrong name lists them)"))
     out = parser.add_argument_group("output")
     out.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
@@ -72,7 +73,16 @@ def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a request")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks per replica")
-    group.add_argument("--scheduling-policy", metavar="NAME", help="order of the waiting queue")
+
+
+def _add_policy_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ordering", "--scheduling-policy", metavar="NAME", help="who starts next (the second name is vLLM's)"
+    )
+    group.add_argument("--batching", metavar="NAME", help="what goes into a step together")
+    group.add_argument("--memory", metavar="NAME", help="how many KV blocks a request must find to start")
+    group.add_argument("--budget", metavar="NAME", help="how many tokens a step computes")
+    group.add_argument("--victims", metavar="NAME", help="who gives way when blocks run out")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
         replicas=args.replicas,
         slo=parse_slo(args.slo),
         routing=args.routing,
-        ordering=args.scheduling_policy,
+        ordering=args.ordering,
+        batching=args.batching,
+        memory=args.memory,
+        budget=args.budget,
+        victims=args.victims,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from expediter import __version__
 from expediter.core.errors import ExpediterError
+from expediter.core.explanation import Span
 from expediter.gateway.auth import ApiKeys, RequireKey
 from expediter.gateway.bodies import (
     ChatBody,
@@ -28,7 +30,7 @@ from expediter.gateway.bodies import (
 from expediter.gateway.errors import ApiError, bad_request, handle_error
 from expediter.gateway.formats import ChatFormat, CompletionFormat, ResponseFormat
 from expediter.gateway.generation import Generation
-from expediter.gateway.middleware import Drain, DrainGate, EchoRequestId
+from expediter.gateway.middleware import Drain, DrainGate, EchoRequestId, client_request_id
 from expediter.gateway.responses import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
@@ -37,6 +39,7 @@ from expediter.gateway.responses import (
     respond_at_once,
 )
 from expediter.gateway.service import Prompt, Service
+from expediter.gateway.terms import Terms, terms_of
 from expediter.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -70,6 +73,7 @@ class Api:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/server_info", self.server_info, methods=["GET"]),
             Route("/steps", self.steps, methods=["GET"]),
+            Route("/requests/{name:path}", self.explanation, methods=["GET"]),
         ]
 
     async def completions(self, request: HttpRequest) -> Response:
@@ -78,7 +82,7 @@ class Api:
         if body.echo and body.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: prompts have no logprobs here", "echo")
         prompts = await self._service.completion_prompts(body)
-        generation = self._service.completion(body, prompts)
+        generation = self._service.completion(body, prompts, self._terms(request, body))
         echoes = await self._echoes(body, prompts)
         form = CompletionFormat(self._service.text, echoes, body.logprobs)
         return await self._respond(request, body, generation, form, model)
@@ -87,7 +91,7 @@ class Api:
         body = decode_body(await read_body(request), _CHAT)
         model = self._service.model_name(body.model)
         prompt = await self._service.chat_prompt(body.messages)
-        generation = self._service.chat(body, prompt)
+        generation = self._service.chat(body, prompt, self._terms(request, body))
         num_alternatives = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatFormat(self._service.text, len(generation.choices), num_alternatives)
         return await self._respond(request, body, generation, form, model)
@@ -148,6 +152,19 @@ class Api:
         ]
         return _json({"steps": rows})
 
+    async def explanation(self, request: HttpRequest) -> Response:
+        """What held a request and what it did: by our id, the response's, or the client's own X-Request-Id."""
+        name = request.path_params["name"]
+        ids = self._service.recent.find(_tenant(request), name)
+        told = [(one, await self._service.supervisor.explain(one)) for one in ids]
+        entries = [{"request_id": one, "spans": _spans(spans)} for one, spans in told if spans]
+        if not entries:
+            raise ApiError(404, "no such request, or it ended too long ago", code="request_not_found")
+        return _json({"id": name, "requests": entries})
+
+    def _terms(self, request: HttpRequest, body: GenerationBody) -> Terms:
+        return terms_of(body, request.headers, self._service.config.slo_classes, _tenant(request))
+
     def _model(self, name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -171,6 +188,10 @@ class Api:
     ) -> Response:
         generation.submit()
         envelope = Envelope(form, model)
+        own = client_request_id(request.scope)
+        names = [envelope.response_id] if own is None else [envelope.response_id, own.decode("ascii")]
+        ids = [choice.request.request_id for choice in generation.choices]
+        self._service.recent.remember(_tenant(request), names, ids)
         if not body.stream:
             return await respond_at_once(request, generation, envelope)
         options = body.stream_options
@@ -204,6 +225,26 @@ def build_app(service: Service, metrics: ServerMetrics, step_log: StepLog, keys:
 
 async def _client_gone(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001 - starlette's signature
     return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _tenant(request: HttpRequest) -> str:
+    tenant: str = request.scope.get("tenant", "")
+    return tenant
+
+
+def _spans(spans: Sequence[Span]) -> list[dict[str, object]]:
+    """Return spans with times since the first one's start: the replicas' clock means nothing to a client."""
+    origin_s = spans[0].from_s
+    return [
+        {
+            "from_s": span.from_s - origin_s,
+            "to_s": None if span.to_s is None else span.to_s - origin_s,
+            "reason": span.reason.value,
+            "details": span.details,
+            "text": span.in_words(),
+        }
+        for span in spans
+    ]
 
 
 def _json(content: object, status: int = 200) -> Response:

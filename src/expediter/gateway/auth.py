@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,21 +16,27 @@ _SCHEME: Final = b"bearer "
 
 
 class ApiKeys:
-    """Keys, kept as SHA-256 hashes only."""
+    """Keys, kept as SHA-256 hashes only.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._hashes = [_hash(key.encode()) for key in keys]
+    Args:
+        keys: of nobody in particular.
+        named: keys by the tenant that each belongs to.
+    """
+
+    def __init__(self, keys: Iterable[str], named: Mapping[str, str] | None = None) -> None:
+        self._hashes = [(_hash(key.encode()), tenant) for tenant, key in (named or {}).items()]
+        self._hashes += [(_hash(key.encode()), "") for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
-    def accept(self, authorization: bytes) -> bool:
-        """Return whether an Authorization header carries one of the keys; takes equally long whichever it is."""
+    def tenant_of(self, authorization: bytes) -> str | None:
+        """Return whose key an Authorization header carries, None if none; takes equally long whichever it is."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
-            return False
+            return None
         given = _hash(authorization[len(_SCHEME) :].strip())
-        matches = [hmac.compare_digest(given, known) for known in self._hashes]
-        return any(matches)
+        matches = [tenant for known, tenant in self._hashes if hmac.compare_digest(given, known)]
+        return matches[0] if matches else None
 
 
 def _hash(key: bytes) -> bytes:
@@ -45,7 +51,14 @@ class RequireKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._keys or scope["type"] == "lifespan" or self._is_allowed(scope):
+        if not self._keys or scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        tenant = self._tenant(scope)
+        if tenant is not None:
+            scope["tenant"] = tenant
+            await self._app(scope, receive, send)
+            return
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -53,8 +66,6 @@ class RequireKey:
         )
         await error.response()(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS:
-            return True
+    def _tenant(self, scope: Scope) -> str | None:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(headers) == 1 and self._keys.accept(headers[0])
+        return self._keys.tenant_of(headers[0]) if len(headers) == 1 else None

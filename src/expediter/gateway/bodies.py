@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
+from expediter.core.request import MAX_PIN_S
 from expediter.gateway.errors import ApiError, bad_request
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -18,10 +19,12 @@ MAX_N: Final = 64
 MAX_PROMPTS: Final = 256
 MAX_CHOICES: Final = 256
 MAX_STOPS: Final = 16
+MAX_TARGET_MS: Final = 1e9
 
 _INT64_MAX: Final = 2**63 - 1
 PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -30,6 +33,12 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class PinHint(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep what the request leaves in the prefix cache for so many seconds."""
+
+    pin_s: Annotated[float, Meta(gt=0, le=MAX_PIN_S)]
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -55,6 +64,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_hint: Literal["drop"] | PinHint | None = None
+    slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    ttft_ms: TargetMs | None = None
+    tpot_ms: TargetMs | None = None
+    deadline_ms: TargetMs | None = None
+    refuse_late: bool | None = None
     # Fields that change the meaning of a request and that we do not have: anything but "off" is refused.
     response_format: Any = None
     structured_outputs: Any = None

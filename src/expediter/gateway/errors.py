@@ -57,9 +57,9 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def overloaded(message: str) -> ApiError:
+def overloaded(message: str, code: str | None = None) -> ApiError:
     """Return the error for work that cannot be taken now."""
-    return ApiError(503, message, type="service_unavailable", headers={"Retry-After": "1"})
+    return ApiError(503, message, type="service_unavailable", code=code, headers={"Retry-After": "1"})
 
 
 def replica_lost() -> ApiError:

@@ -111,7 +111,13 @@ class Choice:
 def _finish_reason(ended: Finished | Rejected) -> str:
     """Return OpenAI's word for how a sequence ended, or raise what went wrong."""
     if isinstance(ended, Rejected):
-        raise overloaded(ended.message) if ended.reason is RejectReason.SHUTDOWN else bad_request(ended.message)
+        match ended.reason:
+            case RejectReason.SHUTDOWN:
+                raise overloaded(ended.message)
+            case RejectReason.LATE:
+                raise overloaded(ended.message, code="late")
+            case _:
+                raise bad_request(ended.message)
     match ended.reason:
         case FinishReason.STOP | FinishReason.LENGTH:
             return str(ended.reason.value)
@@ -135,17 +141,40 @@ class Generation:
         self._wake = asyncio.Event()
 
     def submit(self) -> None:
-        """Dispatch every choice, or none.
+        """Dispatch every choice, or none; those of one prompt go together.
 
         Raises:
             CapacityError: no replica is up.
         """
         try:
-            for choice in self.choices:
-                choice.stream = self._supervisor.submit(choice.request, self._wake)
+            for begin in range(0, len(self.choices), self._num_per_prompt):
+                group = self.choices[begin : begin + self._num_per_prompt]
+                streams = self._supervisor.submit([choice.request for choice in group], self._wake)
+                for choice, stream in zip(group, streams, strict=True):
+                    choice.stream = stream
         except BaseException:
             self.abort()
             raise
+
+    async def until_started(self) -> None:
+        """Return once every sequence has started.
+
+        Raises:
+            ApiError: one was refused.
+        """
+        streams = [choice.stream for choice in self.choices if choice.stream is not None]
+        while not all(stream.has_started for stream in streams):
+            self._wake.clear()
+            if not all(stream.has_started for stream in streams):
+                await self._wake.wait()
+        for stream in streams:
+            if stream.rejection is not None:
+                _finish_reason(stream.rejection)
+
+    @property
+    def may_be_refused_late(self) -> bool:
+        """Whether it may still be refused after it was queued."""
+        return any(choice.request.refuse_late for choice in self.choices)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield what is new, of any choice, until each has had its last delta.

@@ -57,6 +57,12 @@ class DrainGate:
             self._drain.leave()
 
 
+def client_request_id(scope: Scope) -> bytes | None:
+    """Return a client's X-Request-Id, if it gave one that may be repeated."""
+    given = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), None)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
 class EchoRequestId:
     """Repeats a client's X-Request-Id in the response; it is never used as an id of ours."""
 
@@ -64,8 +70,8 @@ class EchoRequestId:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), None)
-        if given is None or not _REQUEST_ID.fullmatch(given):
+        given = client_request_id(scope)
+        if given is None:
             await self._app(scope, receive, send)
             return
 

@@ -32,7 +32,8 @@ class Envelope:
 
     def __init__(self, form: ResponseFormat, model: str) -> None:
         self.form = form
-        self._fields = {"id": form.id_prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self.response_id = form.id_prefix + uuid.uuid4().hex
+        self._fields = {"id": self.response_id, "created": int(time.time()), "model": model}
 
     def full(self, choices: list[dict[str, Any]], used: dict[str, Any]) -> bytes:
         """Return a whole response's JSON."""
@@ -97,7 +98,8 @@ class EventStream(Response):
     """A generation as server-sent events.
 
     Ends with `[DONE]` and a clean end of the body. A failure after the headers is told in an error event; the
-    connection is then cut inside the body, so that no client takes the part for the whole.
+    connection is then cut inside the body, so that no client takes the part for the whole. A request that may be
+    refused late gets its headers only when it has started, so that a refusal is a plain error.
 
     Args:
         include_usage: one last chunk without choices carries the usage.
@@ -118,6 +120,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - starlette's signature
         try:
+            if self._generation.may_be_refused_late:
+                await unless_gone(receive, self._generation.until_started())
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await unless_gone(receive, self._send_all(send))
         except ClientGoneError:

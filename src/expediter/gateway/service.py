@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
-from expediter.core.request import Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, Request, SamplingParams, TokenArray
+from expediter.core.slo import SloClass
 from expediter.engine.detokenizer import IncrementalDetokenizer
 from expediter.engine.sampling_params import validate_sampling, validate_token_ids
 from expediter.engine.tokenizer import Tokenizer
-from expediter.gateway.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
+from expediter.gateway.bodies import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    PinHint,
+)
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.generation import Choice, Generation
 from expediter.gateway.info import ServerInfo
+from expediter.gateway.recent import RecentRequests
+from expediter.gateway.terms import Terms
 from expediter.runtime.supervisor import Supervisor
 
 _INLINE_CHARACTERS: Final = 4096
@@ -42,6 +53,8 @@ class GatewayConfig:
         max_model_len: longest prompt plus output, in tokens.
         num_kv_tokens: tokens that the smallest replica's KV pool holds.
         info: the set-up, for who asks.
+        slo_classes: by name.
+        max_recent: newest names of requests that can be asked about.
     Raises:
         ConfigurationError: a value is out of range.
     """
@@ -50,6 +63,8 @@ class GatewayConfig:
     max_model_len: int
     num_kv_tokens: int
     info: ServerInfo
+    slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
+    max_recent: int = 4096
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -71,12 +86,15 @@ class Service:
 
     Args:
         text: the model's tokenizer and chat template.
+    Attributes:
+        recent: what clients may still ask about.
     """
 
     def __init__(self, config: GatewayConfig, supervisor: Supervisor, text: Tokenizer, clock: Clock) -> None:
         self.config = config
         self.supervisor = supervisor
         self.text = text
+        self.recent = RecentRequests(config.max_recent)
         self._clock = clock
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(2, "tokenizer")
@@ -156,15 +174,17 @@ class Service:
 
     # ---- requests
 
-    def completion(self, body: CompletionBody, prompts: Sequence[Prompt]) -> Generation:
+    def completion(self, body: CompletionBody, prompts: Sequence[Prompt], terms: Terms) -> Generation:
         """Return the generation of a completion, not submitted yet.
 
         Raises:
             ApiError, RequestError: a field is wrong, or a prompt does not fit.
         """
-        return self._generation(body, prompts, "prompt", body.max_tokens, _DEFAULT_COMPLETION_TOKENS, body.logprobs)
+        return self._generation(
+            body, prompts, terms, "prompt", body.max_tokens, _DEFAULT_COMPLETION_TOKENS, body.logprobs
+        )
 
-    def chat(self, body: ChatBody, prompt: Prompt) -> Generation:
+    def chat(self, body: ChatBody, prompt: Prompt, terms: Terms) -> Generation:
         """Return the generation of a chat completion, not submitted yet.
 
         Raises:
@@ -174,12 +194,15 @@ class Service:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         max_tokens = body.max_completion_tokens or body.max_tokens
         num_alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        return self._generation(body, [prompt], "messages", max_tokens, self.config.max_model_len, num_alternatives)
+        return self._generation(
+            body, [prompt], terms, "messages", max_tokens, self.config.max_model_len, num_alternatives
+        )
 
     def _generation(
         self,
         body: GenerationBody,
         prompts: Sequence[Prompt],
+        terms: Terms,
         prompt_field: str,
         max_tokens: int | None,
         default_max_tokens: int,
@@ -193,6 +216,7 @@ class Service:
         sampling = self._sampling(body, num_alternatives)
         stop_token_ids = self._stop_token_ids(body)
         stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+        now_s = self._clock.now()
         choices: list[Choice] = []
         for prompt in prompts:
             length = self._max_tokens(len(prompt.tokens), prompt_field, max_tokens, default_max_tokens)
@@ -208,7 +232,13 @@ class Service:
                     sampling=_with_seed(sampling, number),
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
-                    arrival_s=self._clock.now(),
+                    cache_hint=_cache_hint(body.cache_hint),
+                    tenant=terms.tenant,
+                    slo=terms.slo,
+                    slo_class=terms.slo_class,
+                    value=terms.value,
+                    refuse_late=terms.refuse_late,
+                    arrival_s=now_s,
                 )
                 choices.append(
                     Choice(
@@ -281,6 +311,12 @@ def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
         return params
     seed = (params.seed + number + _INT64) % (2 * _INT64) - _INT64
     return replace(params, seed=seed)
+
+
+def _cache_hint(given: Literal["drop"] | PinHint | None) -> CacheHint | None:
+    if given is None:
+        return None
+    return CacheHint(drop=True) if given == "drop" else CacheHint(pin_s=given.pin_s)
 
 
 def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:

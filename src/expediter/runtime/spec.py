@@ -22,6 +22,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_memory_bytes: memory of the KV pool; None to derive it from what is free.
         scheduler: limits; its max_model_len is replaced by `max_model_len` or by what model and pool can hold.
         max_model_len: asked for by the operator, in tokens: refused if the pool cannot hold it. None: as long as fits.
+        max_num_batched_tokens: asked for by the operator. None: that of `scheduler`, or what the batching needs.
         policy, prefix_caching: of the preset.
         socket_fd: inherited end of the socket pair to the gateway.
         parent_pid: the gateway; the replica exits when it is gone.
@@ -37,6 +38,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None
     scheduler: SchedulerConfig
     max_model_len: int | None
+    max_num_batched_tokens: int | None = None
     policy: PolicyConfig
     prefix_caching: bool
     socket_fd: int = -1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
+from expediter.kvcache.eviction import EvictionPolicy, HintedLru, Lfu, Lru, SegmentedLru
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching, IterationLevel, PromptsFirst, StallFree, StaticBatches
 from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
@@ -48,7 +49,7 @@ ORDERINGS: Mapping[str, Callable[[Surroundings], Ordering]] = {
     "feedback": lambda _: FeedbackQueue(),
     "slo": lambda around: SloOrdering(around.kv, around.knowledge),
 }
-BATCHINGS: Mapping[str, Callable[[], Batching]] = {
+BATCHINGS: Mapping[str, type[Batching]] = {
     "stall_free": StallFree,
     "iteration_level": IterationLevel,
     "prompts_first": PromptsFirst,
@@ -57,12 +58,21 @@ BATCHINGS: Mapping[str, Callable[[], Batching]] = {
 MEMORY_RULES: Mapping[str, Callable[[Surroundings], MemoryRule]] = {
     "paged": lambda around: PagedMemory(around.config.max_preemptions, around.config.watermark_blocks),
     "full": lambda _: FullReservation(),
-    "predicted_peak": lambda around: PredictedPeak(around.config.max_preemptions, around.knowledge),
+    "predicted_peak": lambda around: PredictedPeak(
+        around.config.max_preemptions, around.config.max_num_batched_tokens, around.knowledge
+    ),
 }
 BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
     "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),
     "slack": lambda around: SlackBudget(around.config.max_num_batched_tokens, around.knowledge),
 }
+EVICTIONS: Mapping[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda _: Lru(),
+    "lfu": Lfu,
+    "segmented_lru": SegmentedLru,
+    "lru_with_hint": lambda _: HintedLru(),
+}
+"""Each is made for a pool of so many blocks."""
 VICTIM_RULES: Mapping[str, Callable[[Surroundings], VictimRule]] = {
     "lowest_priority": lambda around: LowestPriority(around.config.max_preemptions),
     "last_in": lambda around: LastInFirstOut(around.config.max_preemptions),
@@ -83,6 +93,7 @@ class PolicyConfig:
     memory: str = "paged"
     budget: str = "fixed"
     victims: str = "lowest_priority"
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         _named(ORDERINGS, self.ordering, "ordering")
@@ -90,6 +101,7 @@ class PolicyConfig:
         _named(MEMORY_RULES, self.memory, "memory rule")
         _named(BUDGET_RULES, self.budget, "budget rule")
         _named(VICTIM_RULES, self.victims, "victim rule")
+        _named(EVICTIONS, self.eviction, "eviction policy")
 
 
 def _named(parts: Mapping[str, _Part], name: str, kind: str) -> _Part:
@@ -113,6 +125,30 @@ def make_policy(names: PolicyConfig, around: Surroundings, ordering: Ordering | 
     return Policy(batching=BATCHINGS[names.batching](), rules=rules)
 
 
+def limits_with_budget(
+    limits: SchedulerConfig, policy: PolicyConfig, max_num_batched_tokens: int | None
+) -> SchedulerConfig:
+    """Return the limits with the token budget that was asked for, or, if none was, one that suits the batching.
+
+    A batching that computes prompts whole needs a budget that holds the longest of them, beside everybody's decode.
+
+    Raises:
+        ConfigurationError: the budget that was asked for is too small.
+    """
+    if max_num_batched_tokens is None:
+        if not BATCHINGS[policy.batching].whole_prompts:
+            return limits
+        least = limits.max_model_len + limits.max_num_seqs
+        return replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, least))
+    if BATCHINGS[policy.batching].whole_prompts and max_num_batched_tokens < limits.max_model_len:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_model_len "
+            f"({limits.max_model_len}): the batching {policy.batching!r} computes a prompt in one step; leave it out "
+            f"to have it set, or lower max_model_len"
+        )
+    return replace(limits, max_num_batched_tokens=max_num_batched_tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV cache of a replica.
@@ -121,11 +157,13 @@ class CacheConfig:
         num_blocks: size of the pool.
         block_size: tokens per block.
         prefix_caching: whether ended requests leave their KV for reuse.
+        max_pinned_share: most of the pool that clients' pins may hold, in [0, 1].
     """
 
     num_blocks: int
     block_size: int = 16
     prefix_caching: bool = True
+    max_pinned_share: float = 0.25
 
 
 def build_scheduler(
@@ -145,13 +183,16 @@ def build_scheduler(
     Raises:
         ConfigurationError: a limit or a name is wrong.
     """
+    policy = policy or PolicyConfig()
     kv = KVCacheManager(
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefix_caching=cache.prefix_caching,
+        eviction=EVICTIONS[policy.eviction](cache.num_blocks),
+        max_pinned_share=cache.max_pinned_share,
     )
     knowledge = Knowledge(prior)
-    parts = make_policy(policy or PolicyConfig(), Surroundings(config, kv, knowledge), ordering)
+    parts = make_policy(policy, Surroundings(config, kv, knowledge), ordering)
     return Scheduler(config, kv, parts, knowledge)

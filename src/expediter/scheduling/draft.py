@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.preemption import VictimRule
 from expediter.scheduling.running import RunningSet
-from expediter.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,13 @@ class Rules:
     victims: VictimRule
 
 
+class Chunks(NamedTuple):
+    """Whom a plan's chunks are for: of each chunk, and of each token sampled from one."""
+
+    states: list[RequestState]
+    sampled: list[RequestState]
+
+
 class Draft:
     """One step in the making. A `Batching` fills it through `add_decodes` and `add_prompts`.
 
@@ -41,6 +49,7 @@ class Draft:
         budget: tokens that may still be added.
         chunks: planned tokens of prefilling sequences by slot, in batch order.
         preempted: requests to queue again once the step is decided, so that they do not return within it.
+        queue_is_closed: nothing has changed since the waiting requests were refused last, so nobody is tried.
         queue_is_stuck: the waiting requests would meet the same refusals in a next step if nothing comes or goes.
         held_by: what keeps the rest of the queue from being tried.
         refused: how many waiting requests were tried in vain, by reason.
@@ -64,6 +73,7 @@ class Draft:
         self.admitted: list[Admission] = []
         self.preempted: list[RequestState] = []
         self.events: list[Event] = []
+        self.queue_is_closed = False
         self.queue_is_stuck = True
         self.held_by = Reason.BATCH
         self.refused: dict[Reason, int] = {}
@@ -93,12 +103,18 @@ class Draft:
         ordering = self._rules.ordering
         partial = deque(self.running.prefilling)
         if ordering.interleaves:
-            partial = deque(sorted(partial, key=lambda state: ordering.urgency(state, self.now_s)))
+            partial = deque(sorted(partial, key=lambda state: self._waiting.urgency(state, self.now_s)))
+        if self.queue_is_closed and not partial:
+            return
         passed: list[RequestState] = []
+        if len(self._waiting) and self._may_start:
+            ordering.tick(self.running.decode_clock)
         # Who just lost its blocks must not fight for them again in the same step.
-        is_open = not self.preempted
+        is_open = not self.preempted and self._may_start
         while self.budget > 0:
             head = self._waiting.first(self.now_s) if is_open else None
+            while partial and partial[0].slot < 0:
+                partial.popleft()  # displaced since
             if partial and (head is None or not self._goes_before(head, partial[0])):
                 self._add_chunk(partial.popleft())
                 continue
@@ -114,15 +130,22 @@ class Draft:
                     other.num_bypassed += 1
             else:
                 passed.append(head)
-            is_open = len(passed) <= self._config.max_scan and all(self._may_be_passed(other) for other in passed)
+            is_open = self._may_start and len(passed) <= self._config.max_scan
+            is_open = is_open and all(self._may_be_passed(other) for other in passed)
         for state in passed:
-            self._waiting.push(state, self.now_s)
+            self._waiting.put_back(state, self.now_s)
         self._judge_queue(passed)
         self.held_by = self._why_held(passed)
 
     def _goes_before(self, head: RequestState, partial: RequestState) -> bool:
-        ordering = self._rules.ordering
-        return ordering.interleaves and ordering.urgency(head, self.now_s) < ordering.urgency(partial, self.now_s)
+        if not self._rules.ordering.interleaves:
+            return False
+        return self._waiting.urgency(head, self.now_s) < self._waiting.urgency(partial, self.now_s)
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether anybody can get a slot at all."""
+        return self.running.has_slot or self._rules.ordering.displaces
 
     def _needs_more_than_budget(self, state: RequestState) -> bool:
         if state.num_known_tokens <= self.budget:
@@ -141,14 +164,15 @@ class Draft:
     def _judge_queue(self, passed: list[RequestState]) -> None:
         if self.admitted or self.preempted:
             self.queue_is_stuck = False
-        elif len(self._waiting) and self.running.has_slot:
-            # With a slot free, the order and the budget decide who is tried; both must stand still.
-            still = self._rules.ordering.is_static and (self._rules.budget.is_static or self.budget > 0)
+        elif len(self._waiting) and self._may_start:
+            # If somebody can get a slot, the order and the budget decide who is tried; both must stand still.
+            rules = self._rules
+            still = rules.ordering.is_static and rules.memory.is_static and (rules.budget.is_static or self.budget > 0)
             self.queue_is_stuck = self.queue_is_stuck and still and bool(passed or self.budget <= 0)
 
     def _why_held(self, passed: list[RequestState]) -> Reason:
         """Return why nobody else was tried."""
-        if passed:
+        if passed or not self._may_start:
             return Reason.NO_BLOCKS if self.running.has_slot else Reason.NO_SLOT
         # Who does not fit whole lacks budget as well.
         return Reason.PREEMPTED if self.preempted and self.budget > 0 else Reason.BUDGET
@@ -174,24 +198,30 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
-        if not self.running.enter(state, match, num_tokens, spare):
-            self._note_refusal(state, kv.shortage(match, num_tokens, spare))
+        if not self.running.enter(state, match, num_tokens, spare, self.now_s):
+            own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
+            self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
             return False
-        self._announce(state, match.num_blocks * kv.block_size)
+        num_cached = match.num_blocks * kv.block_size
+        rules.ordering.admitted(state, state.num_known_tokens - num_cached, self.running.decode_clock)
+        self._announce(state, num_cached)
+        for follower in state.followers:
+            self._announce(follower, follower.num_known_tokens)
         self._add_chunk(state)
         return True
 
     def _note_refusal(self, state: RequestState, shortage: int) -> None:
-        reason = Reason.NO_BLOCKS if self.running.has_slot else Reason.NO_SLOT
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        has_slots = self.running.num_free_slots >= len(state.members)
+        reason = Reason.NO_BLOCKS if has_slots else Reason.NO_SLOT
+        self.refused[reason] = self.refused.get(reason, 0) + len(state.members)
         available = self.running.kv.num_available_blocks
         needs: dict[str, Detail] = {"needs_blocks": available + shortage, "available_blocks": available}
-        self._explanations.held(state.request_id, self.now_s, reason, needs if self.running.has_slot else {})
+        for member in state.members:
+            self._explanations.held(member.request_id, self.now_s, reason, dict(needs) if has_slots else {})
 
     def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
         resumed = state.status is Status.PREEMPTED
         state.move(Status.RUNNING)
-        self._rules.ordering.admitted(state, state.num_known_tokens - num_cached_tokens, self.running.decode_clock)
         if not resumed:
             state.num_cached_tokens = num_cached_tokens
             state.first_scheduled_s = self.now_s
@@ -209,20 +239,25 @@ class Draft:
 
     def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
-        shortage = self.running.kv.shortage(match, num_tokens, spare)
-        if shortage <= 0 and self.running.has_slot:
+        kv, num_seqs = self.running.kv, len(state.members)
+        own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
+        shortage = kv.shortage(match, num_tokens, spare + own)
+        slots_short = num_seqs - self.running.num_free_slots
+        if shortage <= 0 and slots_short <= 0:
             return
         newcomers = {admission.slot for admission in self.admitted}
         victims: list[RequestState] = []
+        leaving = np.zeros_like(kv.pool.refs)
         for victim in self._rules.victims.ranked(self.running, self.now_s):
-            if victims and shortage <= 0:
+            if shortage <= 0 and slots_short <= 0:
                 break
             if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
                 victims.append(victim)
-                shortage -= self.running.kv.num_exclusive_blocks(victim.slot, match)
-        if len(victims) == len(self.running):
-            shortage -= spare  # which is for the growth of those who stay
-        if not victims or shortage > 0:
+                slots_short -= len(victim.members)
+                shortage -= sum(kv.num_exclusive_blocks(member.slot, match, leaving) for member in victim.members)
+        if num_seqs - slots_short == self._config.max_num_seqs:
+            shortage -= spare  # which is for the growth of those who stay: nobody does
+        if not victims or shortage > 0 or slots_short > 0:
             return
         for victim in victims:
             if victim.slot in self.chunks:
@@ -240,21 +275,23 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
-        self.running.leave(state)
-        state.move(Status.PREEMPTED)
-        num_lost, name = state.num_computed_tokens, beneficiary.request_id
-        self.events.append(Preempted(state.request_id, self.now_s, cause, num_lost, name))
-        details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
-        self._explanations.preempted(state.request_id, self.now_s, details)
-        state.num_computed_tokens = 0
-        state.num_preemptions += 1
+        self.running.leave_together(state, self.now_s)
+        name = beneficiary.request_id
+        for member in state.members:
+            member.move(Status.PREEMPTED)
+            num_lost = member.num_computed_tokens
+            self.events.append(Preempted(member.request_id, self.now_s, cause, num_lost, name))
+            details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
+            self._explanations.preempted(member.request_id, self.now_s, details)
+            member.num_computed_tokens = 0
+            member.num_preemptions += 1
         self.preempted.append(state)
         self.queue_is_stuck = False
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    def compose(self, step_id: int) -> tuple[StepPlan, list[RequestState]]:
-        """Pack the draft into a plan: decodes first, then the chunks; also return who the chunks are of.
+    def compose(self, step_id: int) -> tuple[StepPlan, Chunks]:
+        """Pack the draft into a plan: decodes first, then the chunks; also return whom the chunks are for.
 
         The arrays are copies, so that an abort while the plan is in flight cannot change them.
         """
@@ -265,22 +302,27 @@ class Draft:
         tokens = decoding.last_tokens[:size].copy()
         lengths = np.ones(size, np.int32)
         sampled = np.arange(size)
+        sample_slots = slots
+        chunks = Chunks([], [])
         attention = 0.0
         entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
         if entries:
             pieces = [tokens]
             last: list[int] = []
+            chunks.states.extend(state for state, _ in entries)
             for index, (state, chunk) in enumerate(entries, start=size):
                 start = state.num_computed_tokens
                 pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
                 attention += chunk * (start + chunk / 2)
                 if start + chunk == state.num_known_tokens:
-                    last.append(index)
+                    last += [index] * len(state.members)
+                    chunks.sampled.extend(state.members)
             tokens = np.concatenate(pieces)
             slots = np.concatenate((slots, np.array([state.slot for state, _ in entries], np.int32)))
             starts = np.concatenate((starts, np.array([s.num_computed_tokens for s, _ in entries], np.int32)))
             lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
             sampled = np.concatenate((sampled, np.array(last, np.intp)))
+            sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
         context = decoding.context_tokens if size else 0
         features = StepFeatures(len(tokens), len(slots), size, context, attention)
         if self.pad_to:
@@ -297,9 +339,11 @@ class Draft:
             features=features,
             admitted=tuple(self.admitted),
             events=self.events,
+            sample_slots=sample_slots,
+            copies=self.running.take_copies(),
             budget_tokens=self.full_budget,
         )
-        return plan, [state for state, _ in entries]
+        return plan, chunks
 
     def _padded(self, features: StepFeatures, lengths: IntArray, starts: IntArray) -> StepFeatures:
         """Count every sequence of the static batch, ended ones included, at the length of the longest."""

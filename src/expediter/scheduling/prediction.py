@@ -8,31 +8,34 @@ request that has outlived the median is expected to be one of the long ones.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from itertools import accumulate
 
 from expediter.core.request import Request
 
 _RATIO = 1.25
 _NUM_BUCKETS = 64
-_EDGES = [math.ceil(_RATIO**i) for i in range(_NUM_BUCKETS)]
 _HALF_LIFE = 2000
 _ENOUGH = 20
+_MANY_BANDS = 4096
 
 
 class _Histogram:
     """Counts of output lengths in buckets that grow by a quarter each; old counts fade."""
 
-    __slots__ = ("counts", "total", "weight")
+    __slots__ = ("_sums", "counts", "total", "weight")
 
     def __init__(self) -> None:
         self.counts = [0.0] * _NUM_BUCKETS
         self.total = 0.0
         self.weight = 1.0
+        self._sums: list[float] | None = None  # of `counts` up to each bucket, until the next observation
 
     def add(self, length: int) -> None:
         self.weight *= 2 ** (1 / _HALF_LIFE)
         self.counts[_bucket(length)] += self.weight
         self.total += self.weight
+        self._sums = None
         if self.weight > 1e9:
             self.counts = [count / self.weight for count in self.counts]
             self.total /= self.weight
@@ -45,13 +48,14 @@ class _Histogram:
 
     def quantile(self, q: float, longer_than: int) -> int | None:
         """Return a length that the share `q` of those longer than `longer_than` does not exceed, if there are any."""
-        first = _bucket(longer_than + 1)
-        sums = list(accumulate(self.counts[first:]))
-        if not sums[-1] > 0:
+        if self._sums is None:
+            self._sums = list(accumulate(self.counts, initial=0.0))
+        first, sums = _bucket(longer_than + 1), self._sums
+        longer = sums[-1] - sums[first]
+        if longer <= 1e-9 * sums[-1]:  # nothing but rounding
             return None
-        wanted = q * sums[-1]
-        offset = next((i for i, value in enumerate(sums) if value >= wanted), len(sums) - 1)
-        return max(longer_than + 1, _middle(first + offset))
+        bucket = bisect_left(sums, sums[first] + q * longer, first + 1) - 1
+        return max(longer_than + 1, _middle(min(bucket, _NUM_BUCKETS - 1)))
 
 
 def _bucket(length: int) -> int:
@@ -71,7 +75,13 @@ class OutputLengths:
 
     def observe(self, request: Request, num_output_tokens: int) -> None:
         """Learn from a request that has come to its own end."""
-        self._by_band.setdefault(_band(request), _Histogram()).add(num_output_tokens)
+        # The band that was seen last stands last, so that the first can go when there are too many (tenants are free
+        # to be many).
+        histogram = self._by_band.pop(_band(request), None) or _Histogram()
+        histogram.add(num_output_tokens)
+        self._by_band[_band(request)] = histogram
+        if len(self._by_band) > _MANY_BANDS:
+            del self._by_band[next(iter(self._by_band))]
         self._overall.add(num_output_tokens)
 
     def predict(self, request: Request, num_output_tokens: int = 0, q: float = 0.5) -> int:

@@ -2,10 +2,17 @@
 
 Recursive least squares on the features of a step, starting from an analytic prior: the prior's prediction is itself a
 feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do not drown
-the many short decodes. The model also tracks by how much it is exceeded, so that who needs a bound can ask for one.
+the many short decodes. Forgetting is directional: an old step fades only where a new one speaks of the same thing. A
+replica that does nothing but decode for an hour learns nothing of prompts, and must not forget what it knew of them
+either (with plain forgetting its doubt about them would grow without bound, and the next prompt overturn everything).
+The model also tracks how far it is off, so that who needs a bound can ask for one.
+
+Source: recursive least squares with directional forgetting (Kulhavy, 1987).
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +22,7 @@ from expediter.core.ports import StepTimeModel
 
 _FLOOR_S = 1e-6
 _FORGETTING = 0.998
+_NO_DOUBT = 1e-12
 _FIRST_STEPS = 256
 _EVERY = 8
 _SCALE = np.array([1.0, 1.0, 1e-4, 1e-4, 1e-7, 1e-8])
@@ -30,6 +38,7 @@ class OnlineStepTime:
         actual_s, predicted_s, error_s: sums over all observed steps: how long they took, were expected to take before
             they were learned from, and by how much that was off, either way.
         relative_error: smoothed mean of |predicted - actual| / actual, 0 before the first step.
+        shortest_s: of the steps seen; no prediction is below it, so extrapolation cannot make a step free.
     """
 
     def __init__(self, prior: StepTimeModel | None = None) -> None:
@@ -40,12 +49,14 @@ class OnlineStepTime:
         self._covariance: npt.NDArray[np.float64] = np.eye(6) * (0.01 if prior is not None else 100.0)
         self._num_seen = 0
         self.relative_error = 0.0
+        self.shortest_s = math.inf
         self.actual_s = self.predicted_s = self.error_s = 0.0
 
     def observe(self, features: StepFeatures, elapsed_s: float) -> None:
         """Learn from a finished step."""
-        if elapsed_s <= 0:
+        if not 0 < elapsed_s < math.inf:
             return
+        self.shortest_s = min(self.shortest_s, elapsed_s)
         x = self._row(features) / elapsed_s
         error = 1.0 - float(x @ self._weights)
         self.actual_s += elapsed_s
@@ -53,11 +64,12 @@ class OnlineStepTime:
         self.error_s += elapsed_s * abs(error)
         rate = 0.05 if self._num_seen > 20 else 1.0 / (self._num_seen + 1)
         self.relative_error += rate * (abs(error) - self.relative_error)
-        gain = self._covariance @ x
-        gain /= _FORGETTING + float(x @ gain)
-        self._weights += gain * error
-        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGETTING
-        np.clip(self._covariance, -1e6, 1e6, out=self._covariance)
+        direction = self._covariance @ x
+        doubt = float(x @ direction)  # how unsure the prediction was
+        self._weights += direction * (error / (1 + doubt))
+        if doubt > _NO_DOUBT:
+            kept = _FORGETTING - (1 - _FORGETTING) / doubt
+            self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
         self._num_seen += 1
 
     def wants(self, step_id: int) -> bool:
@@ -65,11 +77,12 @@ class OnlineStepTime:
         return self._num_seen < _FIRST_STEPS or step_id % _EVERY == 0
 
     def step_time_s(self, features: StepFeatures) -> float:
-        """Return the expected duration of a step in seconds."""
-        return max(_FLOOR_S, float(self._row(features) @ self._weights))
+        """Return the expected duration of a step in seconds; above 0, and not below any step seen."""
+        floor_s = self.shortest_s if self._num_seen else _FLOOR_S
+        return max(floor_s, float(self._row(features) @ self._weights))
 
     def bound_s(self, features: StepFeatures) -> float:
-        """Return a duration that a step exceeds rarely: the expected one and twice the usual error on top."""
+        """Return a duration that a step exceeds rarely: the expected one and twice the usual error, at most half."""
         return self.step_time_s(features) * (1 + min(0.5, 2 * self.relative_error))
 
     def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:

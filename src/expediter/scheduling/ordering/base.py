@@ -15,15 +15,15 @@ class Ordering(Protocol):
     """The requests that do not run, in the order in which the scheduler should try them.
 
     Each change costs O(log n); nothing may be sorted per step. An ordering that depends on service received learns of
-    it through the last three methods; *decode clock* is the number of decode steps that the replica has run, so what a
+    it through the last four methods; *decode clock* is the number of decode steps that the replica has run, so what a
     sequence got between joining and leaving is a difference, and no step has to be reported.
 
     Attributes:
         max_wait_s: ageing bound; a request that has waited longer since its arrival goes ahead of the order.
-        is_static: while no request comes or goes, the order does not change (but for age).
+        is_static: while no request comes or goes, neither the order changes (but for age) nor whom `outranks` favours.
         displaces: a waiting request may preempt running ones that it `outranks` when it does not fit.
-        interleaves: prompts under way and waiting requests are served in one order, by `urgency`; else prompts under
-            way go first, in order of admission.
+        interleaves: prompts under way and waiting requests share the budget in one order, by `urgency`; else prompts
+            under way go first, in order of admission.
         num_late: waiting requests that are deferred because they are certain to miss their targets.
         may_refuse: one that waits asked to be refused when that is certain.
     """
@@ -40,7 +40,11 @@ class Ordering(Protocol):
     def may_refuse(self) -> bool: ...
 
     def push(self, state: RequestState, now_s: float) -> None:
-        """Take a request in: new, preempted, or tried without success."""
+        """Take a request in: new, or preempted."""
+        ...
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        """Take a request in again that was removed to be tried, and did not fit: it has been waiting all the time."""
         ...
 
     def remove(self, state: RequestState) -> None:
@@ -59,6 +63,10 @@ class Ordering(Protocol):
         """Return the key by which prompts under way and waiting requests compare, least first."""
         ...
 
+    def tick(self, decode_clock: int) -> None:
+        """The queue is about to be asked; so far the clock has come."""
+        ...
+
     def newly_late(self, now_s: float) -> Sequence[tuple[RequestState, float]]:
         """Return who was found certain to miss its targets since the last call, and when; some may wait no more."""
         ...
@@ -68,7 +76,7 @@ class Ordering(Protocol):
         ...
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
-        """A request has entered the running set with that many tokens to compute."""
+        """A request has entered the running set with that many tokens to compute; a follower does when it forks."""
         ...
 
     def joined(self, state: RequestState, decode_clock: int) -> None:
@@ -76,7 +84,7 @@ class Ordering(Protocol):
         ...
 
     def left(self, state: RequestState, decode_clock: int) -> None:
-        """A decoding sequence has ended or been preempted."""
+        """A request that was admitted has ended or been preempted, decoding or with its prompt under way."""
         ...
 
 
@@ -102,7 +110,7 @@ class KeyOrdering(WithoutTargets):
     interleaves = False
 
     def __init__(self) -> None:
-        self._heap = LazyHeap()
+        self._heap: LazyHeap[RequestState] = LazyHeap()
 
     def key(self, state: RequestState, now_s: float) -> Key:
         """Return the sort key, least first, asked for when the request is queued; ties go to the earlier arrival."""
@@ -110,6 +118,9 @@ class KeyOrdering(WithoutTargets):
 
     def push(self, state: RequestState, now_s: float) -> None:
         self._heap.put(state, self.key(state, now_s))
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        self.push(state, now_s)
 
     def remove(self, state: RequestState) -> None:
         self._heap.remove(state)
@@ -125,6 +136,9 @@ class KeyOrdering(WithoutTargets):
     def urgency(self, state: RequestState, now_s: float) -> Key:
         """The same key as in the queue."""
         return self.key(state, now_s)
+
+    def tick(self, decode_clock: int) -> None:
+        """Fixed keys depend on no service."""
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
         """Fixed keys depend on no service."""

@@ -2,236 +2,324 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 from expediter.core.explanation import Detail, Reason
 from expediter.core.request import RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.lazy_heap import Key, LazyHeap
-from expediter.scheduling.ordering.base import WithoutTargets
+from expediter.scheduling.ordering.base import Ordering, WithoutTargets
 from expediter.scheduling.ordering.prefix import LongestPrefix
+from expediter.scheduling.ordering.queue import WaitingQueue
+from expediter.scheduling.ordering.simple import Fcfs
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 """What a token counts for in service; the VTC paper's choice."""
 
+_MANY_ACCOUNTS = 1024
+_MAX_REFRESHES = 4
 
-@dataclass(slots=True)
+
 class _Account:
-    """Service of one tenant: settled up to `clock`, `num_decoding` output tokens per tick since."""
+    """A tenant: its queue, and its service up to `clock`, with `num_decoding` more output tokens per tick since."""
 
-    service: float = 0.0
-    clock: int = 0
-    num_decoding: int = 0
-    waiting: LazyHeap = field(default_factory=LazyHeap)
+    __slots__ = ("clock", "num_decoding", "ordering", "queue", "sequence", "service", "tenant", "weight")
+
+    def __init__(self, tenant: str, weight: float, sequence: int, ordering: Ordering) -> None:
+        self.tenant = tenant
+        self.weight = weight
+        self.sequence = sequence
+        self.ordering = ordering
+        self.queue = WaitingQueue(ordering)
+        self.service = 0.0
+        self.clock = 0
+        self.num_decoding = 0
 
 
-class _Meter:
-    """Counts weighted service per tenant without looking at steps."""
+class _Ledger:
+    """Counts weighted service per tenant without looking at steps.
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    Args:
+        make_ordering: of the requests within a tenant.
+    Attributes:
+        floor: who comes back is lifted at least to here, so idle tenants below it need no account.
+    """
+
+    def __init__(self, weights: Mapping[str, float], make_ordering: Callable[[], Ordering]) -> None:
         self._weights = weights
-        self.accounts: dict[str, _Account] = {}
-        self._clock = 0
+        self._make_ordering = make_ordering
+        self._accounts: dict[str, _Account] = {}
+        self._decoding: set[int] = set()
+        self._next_sequence = 0
+        self._limit = _MANY_ACCOUNTS
+        self.clock = 0
+        self.floor = 0.0
 
-    def account(self, state: RequestState) -> _Account:
-        return self.accounts.setdefault(state.request.tenant, _Account())
+    def account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._limit:
+                self._forget_idle()
+            account = _Account(tenant, self._weights.get(tenant, 1.0), self._next_sequence, self._make_ordering())
+            self._next_sequence += 1
+            self._accounts[tenant] = account
+        return account
 
-    def weight(self, tenant: str) -> float:
-        return self._weights.get(tenant, 1.0)
+    def _forget_idle(self) -> None:
+        self._accounts = {
+            tenant: account
+            for tenant, account in self._accounts.items()
+            if len(account.queue) or account.num_decoding or account.service > self.floor
+        }
+        self._limit = max(_MANY_ACCOUNTS, 2 * len(self._accounts))
 
-    def charge_prompt(self, state: RequestState, num_tokens: int) -> None:
-        """Charge a start; what a preemption makes to be computed again is nobody's service."""
-        if not state.num_preemptions:
-            cost = PROMPT_TOKEN_COST * num_tokens / self.weight(state.request.tenant)
-            self.account(state).service += cost
-
-    def change_decoding(self, state: RequestState, change: int, clock: int) -> None:
-        """Settle a tenant's account; from now on it gets that many more (or fewer) tokens per tick."""
-        self._clock = max(self._clock, clock)
-        self.settle(state.request.tenant)
-        self.account(state).num_decoding += change
-
-    def settle(self, tenant: str) -> float:
-        """Bring an account up to the latest known tick and return its service."""
-        account = self.accounts[tenant]
-        ticks = self._clock - account.clock
-        account.service += OUTPUT_TOKEN_COST * ticks * account.num_decoding / self.weight(tenant)
-        account.clock = self._clock
+    def service(self, account: _Account) -> float:
+        """Bring an account up to the clock and return its service."""
+        ticks = self.clock - account.clock
+        if ticks:
+            account.service += OUTPUT_TOKEN_COST * ticks * account.num_decoding / account.weight
+            account.clock = self.clock
         return account.service
 
+    def lift(self, account: _Account, least: float) -> None:
+        """Let a tenant that comes back start no lower than `least`."""
+        account.service = max(self.service(account), least)
+        self.floor = max(self.floor, least)
 
-class FairShare(WithoutTargets):
+    def charge_start(self, state: RequestState, num_new_tokens: int) -> None:
+        """Charge the prompt, cached tokens for free, and the token that it yields.
+
+        What a preemption makes to be computed again is nobody's service.
+        """
+        account = self.account(state.request.tenant)
+        cost = OUTPUT_TOKEN_COST + (0.0 if state.num_preemptions else PROMPT_TOKEN_COST * num_new_tokens)
+        account.service = self.service(account) + cost / account.weight
+
+    def joined(self, state: RequestState, clock: int) -> None:
+        self._decoding.add(state.sequence)
+        self._change_decoding(state, 1, clock)
+
+    def left(self, state: RequestState, clock: int) -> None:
+        if state.sequence in self._decoding:
+            self._decoding.remove(state.sequence)
+            self._change_decoding(state, -1, clock)
+
+    def _change_decoding(self, state: RequestState, change: int, clock: int) -> None:
+        self.clock = clock
+        account = self.account(state.request.tenant)
+        self.service(account)
+        account.num_decoding += change
+
+
+class _FairOrdering(WithoutTargets):
+    """What the two fair orderings share: accounts, and that nothing but service counts."""
+
+    max_wait_s = math.inf  # their bounds are in service, not in seconds
+    is_static = False
+    displaces = False
+    interleaves = False
+
+    def __init__(self, weights: Mapping[str, float] | None, make_ordering: Callable[[], Ordering]) -> None:
+        self._ledger = _Ledger(weights or {}, make_ordering)
+
+    def push(self, state: RequestState, now_s: float) -> None:
+        account = self._ledger.account(state.request.tenant)
+        if not len(account.queue):
+            self._ledger.lift(account, self._least())
+        account.queue.push(state, now_s)
+        self._place(account, now_s)
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        account = self._ledger.account(state.request.tenant)
+        account.queue.put_back(state, now_s)
+        self._place(account, now_s)
+
+    def _least(self) -> float:
+        """Return the service that a tenant which comes back is lifted to."""
+        raise NotImplementedError
+
+    def _place(self, account: _Account, now_s: float) -> None:
+        """File a tenant, whose queue or service has changed, where it belongs."""
+        raise NotImplementedError
+
+    def outranks(self, waiting: RequestState, running: RequestState) -> bool:  # noqa: ARG002 - nobody is displaced
+        return False
+
+    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
+        """Behind in fairness is whose tenant has had more than others that wait."""
+        service, least = self.service(state.request.tenant), self._least()
+        if self._is_behind(service, least):
+            return Reason.FAIRNESS, {"service": service, "least_service": least}
+        return Reason.QUEUED, {}
+
+    def _is_behind(self, service: float, least: float) -> bool:
+        return service > least
+
+    def service(self, tenant: str) -> float:
+        """Return the weighted tokens that a tenant has got, lifts included, as of the clock."""
+        return self._ledger.service(self._ledger.account(tenant))
+
+    def tick(self, decode_clock: int) -> None:
+        self._ledger.clock = decode_clock
+
+    def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
+        self._ledger.clock = decode_clock
+        self._ledger.charge_start(state, num_new_tokens)
+        self._ledger.account(state.request.tenant).ordering.admitted(state, num_new_tokens, decode_clock)
+
+    def joined(self, state: RequestState, decode_clock: int) -> None:
+        self._ledger.joined(state, decode_clock)
+
+    def left(self, state: RequestState, decode_clock: int) -> None:
+        self._ledger.left(state, decode_clock)
+        self._ledger.account(state.request.tenant).ordering.left(state, decode_clock)
+
+
+class FairShare(_FairOrdering):
     """The oldest request of the tenant that got least: virtual token counters.
 
-    A tenant that comes back after idling is lifted to the least counter of those that wait: nobody saves up service.
-    The gap between two tenants that both always wait stays within 2 * max(cost of the longest prompt, cost of all
-    tokens that fit the KV cache). Source: VTC (2401.00588).
+    A tenant that comes back is lifted to the least counter of those that wait, or, if nobody waits, to the counter of
+    the one that waited last: nobody saves up service. Bound: between two tenants that both always wait, weighted
+    service differs by at most 2 * max(cost of the longest prompt, cost of all tokens that fit the KV cache as output);
+    so a request is behind no more of another tenant's service than that and what goes to its own tenant before it.
+    Source: VTC (2401.00588).
 
     Args:
         weights: share of a tenant relative to others, 1 by default.
     """
 
-    max_wait_s = math.inf
-    is_static = False
-    displaces = False
-    interleaves = False
-
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._meter = _Meter(weights or {})
-        self._heap: list[tuple[float, str]] = []
-        self._decoding: set[int] = set()
-
-    def push(self, state: RequestState, now_s: float) -> None:  # noqa: ARG002 - the protocol's
-        tenant, account = state.request.tenant, self._meter.account(state)
-        if not account.waiting:
-            if not account.num_decoding:
-                account.service = max(self._meter.settle(tenant), self._least_waiting())
-            heapq.heappush(self._heap, (self._meter.settle(tenant), tenant))
-        account.waiting.put(state, (state.request.arrival_s,))
+        super().__init__(weights, Fcfs)
+        self._tenants: LazyHeap[_Account] = LazyHeap()
+        self._waited_last: _Account | None = None
 
     def remove(self, state: RequestState) -> None:
-        self._meter.account(state).waiting.remove(state)
+        account = self._ledger.account(state.request.tenant)
+        account.queue.remove(state)
+        if not len(account.queue):
+            self._tenants.remove(account)
+            self._waited_last = account
+        else:
+            self._place(account, -math.inf)
 
-    def first(self, now_s: float) -> RequestState | None:  # noqa: ARG002 - the protocol's
-        while self._heap:
-            service, tenant = self._heap[0]
-            account = self._meter.accounts[tenant]
-            current = self._meter.settle(tenant)
-            head = account.waiting.first()
-            if head is None:
-                heapq.heappop(self._heap)
-            elif current > service:  # counters only rise, so a stale entry is too early, never too late
-                heapq.heapreplace(self._heap, (current, tenant))
-            else:
-                return head[1]
+    def first(self, now_s: float) -> RequestState | None:
+        account = self._first_tenant(now_s)
+        return None if account is None else account.queue.first(now_s)
+
+    def _first_tenant(self, now_s: float) -> _Account | None:
+        while (entry := self._tenants.first()) is not None:
+            (service, _), account = entry
+            if self._ledger.service(account) == service:
+                return account
+            self._place(account, now_s)  # counters only rise, so a stale entry is too early, never too late
         return None
 
-    def _least_waiting(self) -> float:
-        services = [s for s, tenant in self._heap if self._meter.accounts[tenant].waiting]
-        return min(services, default=0.0)
+    def _least(self) -> float:
+        account = self._first_tenant(-math.inf) or self._waited_last
+        return 0.0 if account is None else self._ledger.service(account)
 
-    def outranks(self, waiting: RequestState, running: RequestState) -> bool:  # noqa: ARG002 - the protocol's
-        return False
+    def _place(self, account: _Account, now_s: float) -> None:
+        head = account.queue.first(now_s)
+        if head is not None:
+            self._tenants.put(account, (self._ledger.service(account), head.request.arrival_s))
 
-    def urgency(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - the protocol's
-        return (self._meter.settle(state.request.tenant), state.request.arrival_s)
-
-    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
-        """Behind in fairness is whose tenant has had more than another one that waits."""
-        service, least = self._meter.settle(state.request.tenant), self._least_waiting()
-        if service > least:
-            return Reason.FAIRNESS, {"service": service, "least_service": least}
-        return Reason.QUEUED, {}
-
-    def service(self, tenant: str) -> float:
-        """Return the weighted tokens that a tenant has got, as of the last change in the running set."""
-        return self._meter.settle(tenant)
-
-    def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
-        self._meter.charge_prompt(state, num_new_tokens)
-
-    def joined(self, state: RequestState, decode_clock: int) -> None:
-        self._decoding.add(state.sequence)
-        self._meter.change_decoding(state, 1, decode_clock)
-
-    def left(self, state: RequestState, decode_clock: int) -> None:
-        if state.sequence in self._decoding:
-            self._decoding.remove(state.sequence)
-            self._meter.change_decoding(state, -1, decode_clock)
+    def urgency(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - service is what counts
+        return (self.service(state.request.tenant), state.request.arrival_s)
 
 
-class DeficitPrefix(WithoutTargets):
+class DeficitPrefix(_FairOrdering):
     """Longest cached prefix among the tenants that have service left in this round.
 
-    Every tenant that waits gets a quantum of service per round; when none with any left waits, a new round begins. Fair
-    within a quantum, and the cache keeps its locality, which virtual counters destroy. Source: DLPM (2501.14312).
+    Every tenant gets a quantum of service per round; when no tenant that waits has any left, a new round begins. Who
+    was away catches up with the rounds it missed, but never has more than one quantum. So the cache keeps its
+    locality, which virtual counters destroy. In counters: round r ends for a tenant when its service reaches r times
+    the quantum. Bound: between two tenants that both always wait, weighted service differs by at most the quantum and
+    twice what one of them gets after its last quantum is used up (as for `FairShare`); within a tenant, a request that
+    waited 30 s goes ahead of prefixes. Source: DLPM (2501.14312).
 
     Args:
+        weights: share of a tenant relative to others, 1 by default.
         quantum: weighted tokens per round.
     """
-
-    max_wait_s = math.inf
-    is_static = False
-    displaces = False
-    interleaves = False
 
     def __init__(
         self, kv: KVCacheManager, weights: Mapping[str, float] | None = None, quantum: float = 20_000.0
     ) -> None:
-        self._kv = kv
-        self._meter = _Meter(weights or {})
+        super().__init__(weights, lambda: LongestPrefix(kv))
         self._quantum = quantum
-        self._granted: dict[str, float] = {}
-        self._queues: dict[str, LongestPrefix] = {}
-        self._num_waiting: dict[str, int] = {}
-        self._decoding: set[int] = set()
+        self._round = 1
+        self._in_credit: LazyHeap[_Account] = LazyHeap()
+        self._spent: LazyHeap[_Account] = LazyHeap()
+        self._asked_s = -math.inf
 
-    def push(self, state: RequestState, now_s: float) -> None:
-        tenant = state.request.tenant
-        self._meter.account(state)
-        if not self._num_waiting.get(tenant):
-            # Who comes back starts with one quantum, whatever it had left.
-            self._granted[tenant] = self._meter.settle(tenant) + self._quantum
-        self._queue(tenant).push(state, now_s)
-        self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+    def _least(self) -> float:
+        return (self._round - 1) * self._quantum
 
     def remove(self, state: RequestState) -> None:
-        tenant = state.request.tenant
-        self._queue(tenant).remove(state)
-        self._num_waiting[tenant] -= 1
-
-    def first(self, now_s: float) -> RequestState | None:
-        waiting = [tenant for tenant, count in self._num_waiting.items() if count]
-        if not waiting:
-            return None
-        left = {tenant: self._granted[tenant] - self._meter.settle(tenant) for tenant in waiting}
-        if max(left.values()) <= 0:
-            rounds = math.floor(-max(left.values()) / self._quantum) + 1
-            for tenant in waiting:
-                self._granted[tenant] += rounds * self._quantum
-                left[tenant] += rounds * self._quantum
-        heads = [self._queue(tenant).first(now_s) for tenant in waiting if left[tenant] > 0]
-        return min(
-            (state for state in heads if state is not None),
-            key=lambda state: (self._queue(state.request.tenant).urgency(state, now_s), state.sequence),
-        )
-
-    def place(self, state: RequestState) -> tuple[Reason, dict[str, Detail]]:
-        """Behind in fairness is whose tenant has used up its grant of this round."""
-        tenant = state.request.tenant
-        service = self._meter.settle(tenant)
-        if service < self._granted[tenant]:
-            return Reason.QUEUED, {}
-        others = [self._meter.settle(other) for other, count in self._num_waiting.items() if count]
-        return Reason.FAIRNESS, {"service": service, "least_service": min(others, default=service)}
-
-    def _queue(self, tenant: str) -> LongestPrefix:
-        if tenant not in self._queues:
-            self._queues[tenant] = LongestPrefix(self._kv)
-        return self._queues[tenant]
-
-    def outranks(self, waiting: RequestState, running: RequestState) -> bool:  # noqa: ARG002 - the protocol's
-        return False
-
-    def urgency(self, state: RequestState, now_s: float) -> Key:
-        tenant = state.request.tenant
-        has_none_left = self._granted[tenant] <= self._meter.settle(tenant)
-        return (float(has_none_left), *self._queue(tenant).urgency(state, now_s))
+        account = self._ledger.account(state.request.tenant)
+        account.queue.remove(state)
+        if not len(account.queue):
+            self._in_credit.remove(account)
+            self._spent.remove(account)
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
-        self._meter.charge_prompt(state, num_new_tokens)
-        self._queue(state.request.tenant).admitted(state, num_new_tokens, decode_clock)
+        super().admitted(state, num_new_tokens, decode_clock)
+        # Its group runs now, so the others of its kind have come closer.
+        self._place(self._ledger.account(state.request.tenant), self._asked_s)
 
-    def joined(self, state: RequestState, decode_clock: int) -> None:
-        self._decoding.add(state.sequence)
-        self._meter.change_decoding(state, 1, decode_clock)
+    def first(self, now_s: float) -> RequestState | None:
+        self._asked_s = now_s
+        num_refreshes = 0
+        while True:
+            entry = self._in_credit.first()
+            if entry is None:
+                if not self._begin_round(now_s):
+                    return None
+                continue
+            key, account = entry
+            head = account.queue.first(now_s)
+            assert head is not None
+            if not self._has_credit(account):
+                self._place(account, now_s)
+            elif num_refreshes < _MAX_REFRESHES and account.queue.urgency(head, now_s) != key:
+                num_refreshes += 1
+                self._place(account, now_s)
+            else:
+                return head
 
-    def left(self, state: RequestState, decode_clock: int) -> None:
-        if state.sequence in self._decoding:
-            self._decoding.remove(state.sequence)
-            self._meter.change_decoding(state, -1, decode_clock)
-        self._queue(state.request.tenant).left(state, decode_clock)
+    def _is_behind(self, service: float, least: float) -> bool:  # noqa: ARG002 - a round is what counts here
+        return service >= self._round * self._quantum
+
+    def _has_credit(self, account: _Account) -> bool:
+        return self._ledger.service(account) < self._round * self._quantum
+
+    def _place(self, account: _Account, now_s: float) -> None:
+        """Each move from credit to debt and back stands for a quantum that was served: O(log n) amortized."""
+        self._in_credit.remove(account)
+        self._spent.remove(account)
+        head = account.queue.first(now_s)
+        if head is None:
+            return
+        if self._has_credit(account):
+            self._in_credit.put(account, account.queue.urgency(head, now_s))
+        else:
+            self._spent.put(account, (self._ledger.service(account),))
+
+    def _begin_round(self, now_s: float) -> bool:
+        """Begin the first round in which somebody who waits has credit; return whether anybody waits."""
+        while (entry := self._spent.first()) is not None:
+            (service,), account = entry
+            current = self._ledger.service(account)
+            if current == service:
+                self._round = math.floor(service / self._quantum) + 1
+                break
+            self._spent.put(account, (current,))
+        while (entry := self._spent.first()) is not None and entry[0][0] < self._round * self._quantum:
+            self._place(entry[1], now_s)
+        return self._in_credit.first() is not None
+
+    def urgency(self, state: RequestState, now_s: float) -> Key:
+        account = self._ledger.account(state.request.tenant)
+        return (float(not self._has_credit(account)), *account.queue.urgency(state, now_s))

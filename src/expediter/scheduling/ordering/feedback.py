@@ -14,12 +14,15 @@ class FeedbackQueue(KeyOrdering):
     """Levels whose quanta double; who has used a level's quantum belongs to the next one.
 
     A request joins the level whose quantum covers its prompt, skipping those that its first step would use up anyway. A
-    waiting request of a lower level displaces a running one of a higher level. Source: FastServe (2305.05920), with
-    tokens as the measure of service.
+    waiting request of a lower level displaces a running one of a higher level, and takes the budget before its prompt.
+    Bound: a request that arrived 30 s ago goes ahead of all levels, oldest first. Source: FastServe (2305.05920), with
+    tokens as the measure of service and age since arrival, not since the last turn, as that of starvation.
     """
 
     max_wait_s = 30.0
+    is_static = False  # running requests sink while they decode
     displaces = True
+    interleaves = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +41,9 @@ class FeedbackQueue(KeyOrdering):
 
     def outranks(self, waiting: RequestState, running: RequestState) -> bool:
         return self.level(waiting) < self.level(running)
+
+    def tick(self, decode_clock: int) -> None:
+        self._clock = decode_clock
 
     def joined(self, state: RequestState, decode_clock: int) -> None:
         self._clock = decode_clock

@@ -10,6 +10,8 @@ from expediter.scheduling.lazy_heap import Key, LazyHeap
 from expediter.scheduling.ordering.base import WithoutTargets
 
 _TOKEN_BYTES = 4
+_GroupKey = tuple[str, bytes, int]
+"""Salt, first tokens, and the request itself where these are too few to make a group."""
 _MAX_REFRESHES = 4
 """Heads whose match is looked up again per question; the cache moves on meanwhile, so no order is ever quite exact."""
 
@@ -18,7 +20,7 @@ _MAX_REFRESHES = 4
 class _Group:
     """Waiting requests with the same beginning, most cached first, and how many of their like are running."""
 
-    waiting: LazyHeap = field(default_factory=LazyHeap)
+    waiting: LazyHeap[RequestState] = field(default_factory=LazyHeap)
     num_running: int = 0
 
 
@@ -26,8 +28,8 @@ class LongestPrefix(WithoutTargets):
     """Most cached tokens first; of a group that shares its first `min_prefix_tokens`, one after the other.
 
     While a member of a group runs, the others go before everybody else: its prefix is in use now, and may be evicted
-    later. Ageing keeps requests without any prefix from starving (the published policy has no bound: p99 +64 %).
-    Source: RadixAttention (SGLang, 2312.07104), and the survey's `optimize_prefix_caching`.
+    later. Bound: a request that arrived 30 s ago goes ahead of all prefixes, oldest first (the published policy has no
+    bound, and starves who shares nothing). Source: RadixAttention (SGLang, 2312.07104), and prefix groups as batches.
 
     Args:
         min_prefix_tokens: tokens that make a group.
@@ -41,8 +43,8 @@ class LongestPrefix(WithoutTargets):
     def __init__(self, kv: KVCacheManager, min_prefix_tokens: int = 16) -> None:
         self._kv = kv
         self._group_bytes = min_prefix_tokens * _TOKEN_BYTES
-        self._groups: dict[tuple[str, bytes], _Group] = {}
-        self._heads = LazyHeap()
+        self._groups: dict[_GroupKey, _Group] = {}
+        self._heads: LazyHeap[RequestState] = LazyHeap()
         self._num_cached: dict[int, int] = {}
 
     def push(self, state: RequestState, now_s: float) -> None:  # noqa: ARG002 - the protocol's
@@ -50,6 +52,9 @@ class LongestPrefix(WithoutTargets):
         self._withdraw_head(group)
         self._rate(group, state)
         self._offer_head(group)
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        self.push(state, now_s)
 
     def remove(self, state: RequestState) -> None:
         key = self._group_key(state)
@@ -82,6 +87,9 @@ class LongestPrefix(WithoutTargets):
     def urgency(self, state: RequestState, now_s: float) -> Key:  # noqa: ARG002 - the protocol's
         return self._head_key(self._groups[self._group_key(state)], state)
 
+    def tick(self, decode_clock: int) -> None:
+        """Groups do not care for service."""
+
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
         self._count_running(state, 1)
 
@@ -93,8 +101,12 @@ class LongestPrefix(WithoutTargets):
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _group_key(self, state: RequestState) -> tuple[str, bytes]:
-        return state.request.cache_salt, state.token_bytes[: self._group_bytes]
+    def _group_key(self, state: RequestState) -> _GroupKey:
+        """Return the same key in all of a request's life; a prompt too short to share enough is a group of its own."""
+        num_bytes = state.request.num_prompt_tokens * _TOKEN_BYTES
+        if num_bytes < self._group_bytes:
+            return state.request.cache_salt, b"", state.sequence
+        return state.request.cache_salt, state.token_bytes[: self._group_bytes], -1
 
     def _rate(self, group: _Group, state: RequestState) -> None:
         """Look up how much of a member is cached now, and place it accordingly."""
@@ -111,7 +123,7 @@ class LongestPrefix(WithoutTargets):
         self._drop_if_idle(key, group)
 
     def _member_key(self, state: RequestState) -> Key:
-        return (-self._num_cached[state.sequence], state.request.arrival_s)
+        return (-self._num_cached.get(state.sequence, 0), state.request.arrival_s)
 
     def _head_key(self, group: _Group, state: RequestState) -> Key:
         return (0.0 if group.num_running else 1.0, *self._member_key(state))
@@ -126,6 +138,6 @@ class LongestPrefix(WithoutTargets):
         if head is not None:
             self._heads.put(head[1], self._head_key(group, head[1]))
 
-    def _drop_if_idle(self, key: tuple[str, bytes], group: _Group) -> None:
+    def _drop_if_idle(self, key: _GroupKey, group: _Group) -> None:
         if not group.waiting and not group.num_running:
             del self._groups[key]

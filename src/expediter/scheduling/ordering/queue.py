@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from expediter.core.explanation import Detail
 from expediter.core.request import RequestState
-from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.lazy_heap import Key, LazyHeap
 from expediter.scheduling.ordering.base import Ordering
 
 
@@ -23,16 +23,22 @@ class WaitingQueue:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._by_age = LazyHeap()
+        self._by_age: LazyHeap[RequestState] = LazyHeap()
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._by_age)
 
     def push(self, state: RequestState, now_s: float) -> None:
-        """Queue a request."""
+        """Queue a request: a new one, or one that was preempted."""
         self._by_age.put(state, (state.request.arrival_s,))
         self._ordering.push(state, now_s)
+        self.num_tokens += state.num_known_tokens
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        """Queue a request again that was removed to be tried, and did not fit."""
+        self._by_age.put(state, (state.request.arrival_s,))
+        self._ordering.put_back(state, now_s)
         self.num_tokens += state.num_known_tokens
 
     def first(self, now_s: float) -> RequestState | None:
@@ -54,13 +60,20 @@ class WaitingQueue:
         """Return whether a request has waited longer than the ordering's ageing bound."""
         return now_s - state.request.arrival_s > self._ordering.max_wait_s
 
+    def urgency(self, state: RequestState, now_s: float) -> Key:
+        """Return the key by which requests compare, queued or with a prompt under way: those over the bound first.
+
+        Without the bound, a prompt under way could lose its budget to new arrivals for ever.
+        """
+        if self.is_over_age(state, now_s):
+            return (0.0, state.request.arrival_s)
+        return (1.0, *self._ordering.urgency(state, now_s))
+
     def place_among(self, state: RequestState, waiting: Iterable[RequestState], now_s: float) -> dict[str, Detail]:
         """Return how many of the waiting requests, and tokens of them, are tried before one of them. O(waiting)."""
 
-        def rank(other: RequestState) -> tuple[object, ...]:
-            if self.is_over_age(other, now_s):
-                return (0, (other.request.arrival_s,), other.sequence)
-            return (1, self._ordering.urgency(other, now_s), other.sequence)
+        def rank(other: RequestState) -> tuple[Key, int]:
+            return self.urgency(other, now_s), other.sequence
 
         own = rank(state)
         ahead = [other for other in waiting if other is not state and rank(other) < own]
