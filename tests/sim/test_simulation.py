@@ -17,7 +17,7 @@ from expediter.assembly.simulation import SimulationConfig, build_simulation, si
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import CacheHint, Request
-from expediter.core.slo import Slo
+from expediter.core.slo import Slo, SloClass
 from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
 from expediter.scheduling.ordering.base import KeyOrdering
 
@@ -47,6 +47,13 @@ traces = st.lists(
 ).map(sorted)
 
 
+SLO_CLASSES = {
+    "hasty": SloClass(ttft_s=0.5, refuse_late=True),
+    "tight": SloClass(ttft_s=0.75, tpot_s=0.2, value=2.0),
+    "whole": SloClass(e2e_s=4.0, refuse_late=True),
+}
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     traces,
@@ -64,7 +71,11 @@ def test_jumps_equal_single_steps(
 ):
     hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
     trace = make_trace(
-        rows, priorities=[len(row[3]) % 3 for row in rows], cache_hints=[hints[row[1] % 4] for row in rows]
+        rows,
+        priorities=[len(row[3]) % 3 for row in rows],
+        tenants=tuple("ab"[row[1] % 2] for row in rows),
+        cache_hints=[hints[row[1] % 4] for row in rows],
+        slo_classes=tuple(("", *SLO_CLASSES)[row[2] % 4] for row in rows),
     )
     config = {
         "step_time": step_time,
@@ -76,6 +87,7 @@ def test_jumps_equal_single_steps(
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 24,
+        "slo_classes": SLO_CLASSES,
     }
     report, log = run(trace, **config)
     assert (report, log) == run(trace, jumps=False, **config)

@@ -67,7 +67,8 @@ class RunningSet:
         if len(self._free_slots) < len(state.members):
             return False
         spare_blocks += own * len(state.followers)
-        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
+        resumes, slot = state.num_preemptions > 0, self._free_slots[-1]
+        if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = match.num_blocks * self.kv.block_size
