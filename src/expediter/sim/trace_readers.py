@@ -7,7 +7,8 @@ Formats, recognised by content (gzip is seen through, CRLF and a byte order mark
 - **Azure** LLM inference traces: CSV `TIMESTAMP` (ISO), `ContextTokens`, `GeneratedTokens`; or the same as parquet with
   `arrival_s`, `input_len`, `output_len`. Source: Azure/AzurePublicDataset.
 - **Expediter** jsonl: `arrival_s`, `input_tokens`, `output_tokens`; optionally `prefix_ids` with `prefix_block_tokens`
-  (512 if absent, one size per file), `priority` (lower runs first) and `tenant`.
+  (512 if absent, one size per file), `priority` (lower runs first), `tenant` and `n` (sequences of the prompt, each of
+  which has `output_tokens`; 1 if absent).
 
 Rules:
 
@@ -44,9 +45,10 @@ from expediter.sim.trace import Trace, TraceError
 FORMATS: Final = (
     "Mooncake jsonl (timestamp, input_length, output_length, hash_ids)",
     "Azure csv (TIMESTAMP, ContextTokens, GeneratedTokens) or parquet (arrival_s, input_len, output_len)",
-    "Expediter jsonl (arrival_s, input_tokens, output_tokens[, prefix_ids, prefix_block_tokens, priority, tenant])",
+    "Expediter jsonl (arrival_s, input_tokens, output_tokens[, prefix_ids, prefix_block_tokens, priority, tenant, n])",
 )
 MAX_LENGTH: Final = 1 << 24
+MAX_SEQUENCES: Final = 1024
 _MOONCAKE_BLOCKS: Final = (512, 16)
 _SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
 
@@ -72,6 +74,7 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     prefix_block_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)] = 512
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     tenant: str = ""
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
 
 
 def read_trace(path: str | Path, *, seed: int = 0, spread_ticks: bool = True) -> Trace:
@@ -152,6 +155,7 @@ class _Columns:
         self.prefix_counts = array("q")
         self.priorities = array("i")
         self.tenants: list[str] = []
+        self.num_sequences = array("i")
 
     def add(self, arrival_s: float, num_input: int, num_output: int, prefix_ids: list[int] | tuple[()] = ()) -> None:
         self.arrival_s.append(arrival_s)
@@ -174,6 +178,7 @@ class _Columns:
             prefix_block_tokens=prefix_block_tokens,
             priorities=np.array(self.priorities, np.int32) if any(self.priorities) else None,
             tenants=tuple(self.tenants) if any(self.tenants) else None,
+            num_sequences=np.array(self.num_sequences, np.int32) if any(n > 1 for n in self.num_sequences) else None,
         )
         return trace if (arrival_s[1:] >= arrival_s[:-1]).all() else _sorted(trace)
 
@@ -199,6 +204,7 @@ def _sorted(trace: Trace) -> Trace:
         prefix_block_tokens=trace.prefix_block_tokens,
         priorities=None if trace.priorities is None else trace.priorities[order],
         tenants=None if trace.tenants is None else tuple(trace.tenants[row] for row in order.tolist()),
+        num_sequences=None if trace.num_sequences is None else trace.num_sequences[order],
     )
 
 
@@ -276,6 +282,7 @@ def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
         columns.add(row.arrival_s, row.input_tokens, row.output_tokens, row.prefix_ids)
         columns.priorities.append(row.priority)
         columns.tenants.append(row.tenant)
+        columns.num_sequences.append(row.n)
     return columns.build(path, block_tokens or 512)
 
 
