@@ -1,22 +1,23 @@
 """What several sequences of one prompt cost: prefill tokens computed, and blocks in use, as a group and apart.
 
 Apart, they are so many requests that arrive together: each finds what the prefix cache holds when it starts. Blocks are
-counted at their peak until all have their first token (apart, they hold equal blocks until these are computed), and when
-each has 64. Nothing here depends on time.
+counted at their peak until all have their first token (apart, they hold equal blocks until these are computed), and
+when each has 64. Nothing here depends on time.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 import numpy as np
 
 from benchmarks.report import Row, add_json_option, publish
+from expediter.core.events import Tokens
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import Request
 from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.scheduler import Scheduler
 
 _OUTPUT_TOKENS = 64
 _BLOCK_SIZE = 16
@@ -33,6 +34,7 @@ def measure(num_prompt_tokens: int, n: int, budget: int, *, as_group: bool) -> R
     else:
         for request in requests:
             scheduler.add(request, 0.0)
+    num_outputs: Counter[str] = Counter()
     num_prefill = num_steps = peak_blocks = 0
     while True:
         plan = scheduler.plan(0.0)
@@ -40,8 +42,10 @@ def measure(num_prompt_tokens: int, n: int, budget: int, *, as_group: bool) -> R
         if plan.num_decodes < n:
             num_steps += 1
             peak_blocks = max(peak_blocks, scheduler.kv.num_used_blocks)
-        scheduler.apply(_different_tokens(plan), 0.0)
-        if _num_outputs(scheduler, n) >= _OUTPUT_TOKENS:
+        for event in scheduler.apply(_different_tokens(plan), 0.0):
+            if isinstance(event, Tokens):
+                num_outputs.update(state.request_id for state in event.states)
+        if len(num_outputs) == n and min(num_outputs.values()) >= _OUTPUT_TOKENS:
             break
     return {
         "sequences": "group" if as_group else "apart",
@@ -55,11 +59,6 @@ def measure(num_prompt_tokens: int, n: int, budget: int, *, as_group: bool) -> R
 
 def _different_tokens(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, 100 + plan.sample_slots[None].astype(np.int32), 0.0)
-
-
-def _num_outputs(scheduler: Scheduler, n: int) -> int:
-    decoding = scheduler._running.decoding  # noqa: SLF001 - counting from outside would take a client
-    return int(decoding.counters[decoding.OUTPUT, : decoding.size].min()) if decoding.size == n else 0
 
 
 def main() -> None:

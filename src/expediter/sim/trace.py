@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
+from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
 
 
@@ -37,6 +38,10 @@ class Trace:
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
         num_sequences: sequences of each request, int32, at least 1, shape [n], or None for one each.
+        slo_classes: names, "" for none, or None if no request has one.
+        slos: the requests' own targets, or None if no request has any.
+        seed, rate_scale, limit: how it came from what was recorded: the seed that spread its arrivals, the rate as a
+            multiple of the recorded one, and the number of requests that it was cut to.
     Raises:
         TraceError: there is no request, or there are more ids or requests than can be told apart.
     """
@@ -51,6 +56,11 @@ class Trace:
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
     num_sequences: npt.NDArray[np.int32] | None = None
+    slo_classes: tuple[str, ...] | None = None
+    slos: tuple[Slo, ...] | None = None
+    seed: int = 0
+    rate_scale: float = 1.0
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -82,6 +92,9 @@ class Trace:
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
             num_sequences=None if self.num_sequences is None else self.num_sequences[:n],
+            slo_classes=None if self.slo_classes is None else self.slo_classes[:n],
+            slos=None if self.slos is None else self.slos[:n],
+            limit=num_requests,
         )
 
     def at_rate(self, rate_scale: float) -> Trace:
@@ -93,7 +106,8 @@ class Trace:
         if not (np.isfinite(rate_scale) and rate_scale > 0):
             raise ConfigurationError(f"rate scale must be a finite number above 0, not {rate_scale}")
         first = self.arrival_s[0]
-        return replace(self, arrival_s=first + (self.arrival_s - first) / rate_scale)
+        arrival_s = first + (self.arrival_s - first) / rate_scale
+        return replace(self, arrival_s=arrival_s, rate_scale=self.rate_scale * rate_scale)
 
     def groups(self) -> Iterator[tuple[Request, ...]]:
         """Yield the requests in order of arrival, each with its sequences; a prompt is made when it is asked for.
@@ -122,6 +136,8 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            slo=NO_SLO if self.slos is None else self.slos[row],
+            slo_class="" if self.slo_classes is None else self.slo_classes[row],
             arrival_s=float(self.arrival_s[row]),
         )
 
@@ -135,6 +151,7 @@ class TraceSummary:
         mean_rate_rps: arrivals per second of the span; None if all arrive at once.
         input_tokens_mean, input_tokens_p50, input_tokens_p99, input_tokens_max: prompt lengths.
         output_tokens_mean, output_tokens_p50, output_tokens_p99, output_tokens_max: output lengths.
+        seed, rate_scale, limit: as in `Trace`.
         prefix_reuse: share of the prompt tokens that an unlimited cache, fed in order of arrival, has already; outputs
             are not counted as cached. None if the trace has no prefix ids.
     """
@@ -152,6 +169,9 @@ class TraceSummary:
     output_tokens_p99: float
     output_tokens_max: int
     prefix_reuse: float | None
+    seed: int
+    rate_scale: float
+    limit: int | None
 
 
 def trace_summary(trace: Trace) -> TraceSummary:
@@ -172,6 +192,9 @@ def trace_summary(trace: Trace) -> TraceSummary:
         output_tokens_p99=float(np.percentile(outputs, 99)),
         output_tokens_max=int(outputs.max()),
         prefix_reuse=_prefix_reuse(trace) if len(trace.prefix_ids) else None,
+        seed=trace.seed,
+        rate_scale=trace.rate_scale,
+        limit=trace.limit,
     )
 
 
