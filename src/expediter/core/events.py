@@ -91,7 +91,7 @@ class Preempted:
     num_lost_tokens: int
     """Computed tokens given up; what the prefix cache or the host still holds at resumption comes back."""
     for_request_id: str = ""
-    """Who goes before it, or the first of those that needed a block."""
+    """Who goes before it, or the first of the others that needed a block; "" if it lacked one itself."""
     num_swapped_tokens: int = 0
     """Of the lost ones, those that went to the host."""
 
