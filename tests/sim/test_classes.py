@@ -101,7 +101,7 @@ def test_decisions_are_counted():
     assert set(decisions.preemptions) == {"growth"}
     first_wait_s = sum(record.queueing_s for record in simulation.metrics.records)
     assert sum(decisions.held_s.values()) >= first_wait_s, "waiting after preemptions comes on top"
-    assert decisions.held_s["budget"] > 0
+    assert decisions.held_s["no_slot"] > 0
     assert 0 < decisions.budget_used_share <= 1
     assert decisions.step_time_error is None, "first come, first served needs no step times"
 
