@@ -217,6 +217,18 @@ def test_rows_out_of_order_are_sorted_and_ties_keep_the_files_order(tmp_path):
     assert trace.prefix_ids.tolist() == [2, 4, 1, 3]
 
 
+def test_requests_with_several_sequences(tmp_path):
+    rows = [OWN | {"arrival_s": 2, "n": 3}, OWN | {"arrival_s": 1}]
+    trace = read_trace(write_jsonl(tmp_path / "t.jsonl", rows))
+    one, group = trace.groups()
+    assert [request.request_id for request in one] == ["r0000000"]
+    assert [request.request_id for request in group] == ["r0000001", "r0000001.1", "r0000001.2"]
+    assert group[0].prompt is group[2].prompt
+    assert len(list(trace.take(1).requests())) == 1
+    with pytest.raises(TraceError, match="n"):
+        read_trace(write_jsonl(tmp_path / "none.jsonl", [OWN | {"n": 0}]))
+
+
 def test_ids_that_are_hashes_are_renumbered(tmp_path):
     ids = [[2**62, 5], [2**62, 2**61]]
     rows = [OWN | {"prefix_ids": own, "prefix_block_tokens": 10} for own in ids]
