@@ -16,9 +16,9 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, w
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo, SloClass
-from expediter.scheduling.build import ORDERINGS
+from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
 from expediter.scheduling.ordering.base import KeyOrdering
 
 
@@ -62,16 +62,21 @@ SLO_CLASSES = {
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
     st.sampled_from(sorted(ORDERINGS)),
+    st.sampled_from(sorted(EVICTIONS)),
     st.booleans(),
     st.integers(1, 5),
 )
-def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
+def test_jumps_equal_single_steps(
+    rows, step_time, replicas, num_blocks, routing, ordering, eviction, caching, max_num_seqs
+):
+    hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
     num_sequences = [(1, 1, 2, 3)[row[1] % 4] for row in rows]
     trace = make_trace(
         rows,
         priorities=[len(row[3]) % 3 for row in rows],
         num_sequences=num_sequences,
         tenants=tuple("ab"[row[1] % 2] for row in rows),
+        cache_hints=[hints[row[2] // 4 % 4] for row in rows],
         slo_classes=tuple(("", *SLO_CLASSES)[row[2] % 4] for row in rows),
     )
     config = {
@@ -79,6 +84,7 @@ def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing
         "replicas": replicas,
         "num_blocks": num_blocks,
         "routing": routing,
+        "policy": PolicyConfig(eviction=eviction),
         "ordering": ordering,
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,

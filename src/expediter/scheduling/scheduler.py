@@ -229,8 +229,7 @@ class Scheduler:
                 f"{num_seqs} sequences of one request exceed max_num_seqs ({self.config.max_num_seqs})",
             )
         num_tokens = self.policy.rules.memory.reserve_tokens(leader)
-        own = self._running.follower_blocks(leader, num_tokens) * len(leader.followers)
-        needed = self.kv.blocks_for(num_tokens) + own
+        needed = self.kv.blocks_for(num_tokens) + self._running.blocks_beside(leader, num_tokens)
         if needed > self.kv.num_blocks:
             return (
                 RejectReason.UNSERVABLE,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
 
@@ -37,6 +37,7 @@ class Trace:
         prefix_block_tokens: tokens per prefix id.
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
+        cache_hints: what to do with each request's KV when it ends, or None for no hints.
         num_sequences: sequences of each request, int32, at least 1, shape [n], or None for one each.
         slo_classes: names, "" for none, or None if no request has one.
         slos: the requests' own targets, or None if no request has any.
@@ -55,6 +56,7 @@ class Trace:
     prefix_block_tokens: int
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
+    cache_hints: tuple[CacheHint | None, ...] | None = None
     num_sequences: npt.NDArray[np.int32] | None = None
     slo_classes: tuple[str, ...] | None = None
     slos: tuple[Slo, ...] | None = None
@@ -91,6 +93,7 @@ class Trace:
             prefix_offsets=offsets,
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
+            cache_hints=None if self.cache_hints is None else self.cache_hints[:n],
             num_sequences=None if self.num_sequences is None else self.num_sequences[:n],
             slo_classes=None if self.slo_classes is None else self.slo_classes[:n],
             slos=None if self.slos is None else self.slos[:n],
@@ -136,6 +139,7 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            cache_hint=None if self.cache_hints is None else self.cache_hints[row],
             slo=NO_SLO if self.slos is None else self.slos[row],
             slo_class="" if self.slo_classes is None else self.slo_classes[row],
             arrival_s=float(self.arrival_s[row]),
