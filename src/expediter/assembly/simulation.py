@@ -321,6 +321,7 @@ def prepare_trace(
         if Path(name).is_file():
             raise
         raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    trace = replace(trace, seed=seed)
     return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 
 
