@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,18 @@ from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
 from expediter.core.request import Request, Status
-from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
+from expediter.core.slo import NO_SLO, Slo
+from expediter.scheduling.build import (
+    BATCHINGS,
+    BUDGET_RULES,
+    MEMORY_RULES,
+    ORDERINGS,
+    VICTIM_RULES,
+    CacheConfig,
+    PolicyConfig,
+    build_scheduler,
+    limits_with_budget,
+)
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.scheduler_driver import SchedulerDriver
@@ -34,6 +46,9 @@ class Sketch(NamedTuple):
     stop_token_ids: tuple[int, ...]
     priority: int
     cache_salt: str
+    tenant: str
+    slo: Slo
+    refuse_late: bool
     lateness_s: float
 
 
@@ -47,11 +62,35 @@ SKETCHES = st.builds(
     stop_token_ids=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from(["", "", "b"]),
-    lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
+    tenant=st.sampled_from(["", "", "heavy", "light", "other"]),
+    slo=st.sampled_from(
+        [NO_SLO, Slo(ttft_s=4.0), Slo(ttft_s=12.0, tpot_s=1.5), Slo(tpot_s=0.5), Slo(e2e_s=20.0), Slo(ttft_s=1.0)]
+    ),
+    refuse_late=st.sampled_from([False, False, True]),
+    # Some have waited for so long that they are over the bound of their ordering.
+    lateness_s=st.sampled_from([0.0, 0.0, 0.0, 5.0, 28.0, 59.0, 1000.0]),
+)
+POLICIES = st.builds(
+    PolicyConfig,
+    ordering=st.sampled_from(sorted(ORDERINGS)),
+    batching=st.sampled_from(["stall_free", "stall_free", *sorted(BATCHINGS)]),
+    memory=st.sampled_from(["paged", *sorted(MEMORY_RULES)]),
+    budget=st.sampled_from(sorted(BUDGET_RULES)),
+    victims=st.sampled_from(sorted(VICTIM_RULES)),
 )
 
 
-def fingerprint(scheduler: Scheduler) -> dict[str, object]:
+class TokenTime:
+    """`StepTimeModel` by number of tokens, so that policies that look at time have something to learn."""
+
+    def step_time_s(self, features):
+        return 0.25 + features.num_tokens / 16
+
+    def decode_run_s(self, features, num_steps):
+        return np.full(num_steps, self.step_time_s(features))
+
+
+def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
     """Return everything that decides what a scheduler does next."""
     kv, running = scheduler.kv, scheduler._running
     decoding = running.decoding
@@ -71,7 +110,7 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "context": decoding.context_tokens,
         "prefilling": [(s.request_id, s.slot, s.num_computed_tokens) for s in running.prefilling],
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
-        "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
+        "first": None if (head := scheduler._waiting.first(now_s)) is None else head.request_id,
         "slots": list(running._free_slots),
         "next": scheduler._next_step,
         "stuck": scheduler._queue_is_stuck,
@@ -98,6 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what clients, executors and the simulator may do; `SchedulerDriver` checks each call."""
 
     checks_blocks = True
+    policy: PolicyConfig | None = None
+    """Instead of one drawn at random."""
     driver: SchedulerDriver
 
     @initialize(
@@ -114,22 +155,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_len=st.integers(-4, 4),
         num_blocks=st.integers(2, 16),
         block_size=st.integers(1, 4),
-        ordering=st.sampled_from(["fcfs", "priority"]),
+        policy=POLICIES,
+        weights=st.sampled_from([{}, {"heavy": 3.0, "light": 0.7}]),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
-    def build(self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching):
+    def build(
+        self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, policy, weights, prefix_caching
+    ):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_model_len=max(2, num_blocks * block_size + extra_len),
+            tenant_weights=weights,
             **limits,
         )
+        config = limits_with_budget(config, policy, None)
+        if self.policy is not None:
+            policy = self.policy
+            config = replace(config, max_num_batched_tokens=max_num_seqs + extra_budget)
         scheduler = build_scheduler(
             config=config,
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=PolicyConfig(ordering=ordering),
+            policy=policy,
         )
-        self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
+        self.driver = SchedulerDriver(
+            scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks, step_time=TokenTime()
+        )
         self.is_draining = False
         self.num_added = 0
         self.old_results: list[StepResult] = []
@@ -148,6 +199,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=sketch.stop_token_ids,
                 priority=sketch.priority,
                 cache_salt=sketch.cache_salt,
+                tenant=sketch.tenant,
+                slo=sketch.slo,
+                refuse_late=sketch.refuse_late,
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
             self.num_added += 1
@@ -212,7 +266,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.driver.step(max_repeat)
         for _ in range(plan.num_steps):
             assert twin.step().num_seqs == plan.num_seqs
-        assert fingerprint(twin.scheduler) == fingerprint(self.driver.scheduler)
+        now_s = twin.now_s
+        assert fingerprint(twin.scheduler, now_s) == fingerprint(self.driver.scheduler, now_s)
         assert twin.now_s == self.driver.now_s
         for request_id, request in self.driver.requests.items():
             other = twin.requests[request_id]

@@ -103,14 +103,20 @@ class FakeExecutor:
             tokens[step] = self._forward(plan, plan.starts + np.int32(step), tokens[step - 1])
         self._computed[plan.slots] = plan.starts + plan.lengths + (plan.num_steps - 1)
         self.num_steps_executed += plan.num_steps
-        return StepResult(step_id=plan.step_id, tokens=tokens, elapsed_s=self._elapse(plan))
+        durations_s = self._elapse(plan)
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=tokens,
+            elapsed_s=sum(durations_s),
+            durations_s=durations_s if plan.num_steps > 1 else None,
+        )
 
     def close(self) -> None:
         self._kv = np.zeros(0, dtype=np.uint64)
 
-    def _elapse(self, plan: StepPlan) -> float:
+    def _elapse(self, plan: StepPlan) -> tuple[float, ...]:
         if self._step_time is None:
-            return 0.0
+            return (0.0,) * plan.num_steps
         if plan.num_steps == 1:
             durations = [self._step_time.step_time_s(plan.features)]
         else:
@@ -118,7 +124,7 @@ class FakeExecutor:
         if self._clock is not None:
             for duration_s in durations:
                 self._clock.advance_to(self._clock.now() + duration_s)
-        return sum(durations)
+        return tuple(durations)
 
     def _check(self, plan: StepPlan) -> None:
         limits = self._limits
