@@ -1,8 +1,8 @@
 """Two clients, one twice as greedy as the other, on a replica that cannot serve both: who gets how much.
 
-VTC's experiment (arXiv 2401.00588): 90 and 180 requests per minute of 256 prompt and 256 output tokens, Llama-2-7B on an
-A10 (modelled), room for 10,000 KV tokens. Service is weighted tokens: 1 per prompt token, 2 per output token. Under first
-come, first served the gap between the clients grows as long as both wait; a fair order keeps it within its bound.
+VTC's experiment (arXiv 2401.00588): 90 and 180 requests per minute of 256 prompt and 256 output tokens, Llama-2-7B on
+an A10 (modelled), room for 10,000 KV tokens. Service is weighted tokens: 1 per prompt token, 2 per output token. Under
+first come, first served the gap between the clients grows as long as both wait; a fair order keeps it within its bound.
 """
 
 from __future__ import annotations

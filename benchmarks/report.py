@@ -34,6 +34,11 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the table there")
 
 
+def machine() -> Row:
+    """Return what the figures depend on."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
+
+
 def publish(title: str, rows: Sequence[Row], path: Path | None) -> None:
     """Print the rows as a table and write them, with the machine they were measured on, if a path is given."""
     table = Table(title=title)
@@ -43,5 +48,4 @@ def publish(title: str, rows: Sequence[Row], path: Path | None) -> None:
         table.add_row(*(str(value) for value in row.values()))
     Console(width=140).print(table)
     if path is not None:
-        machine = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
-        path.write_text(json.dumps({"title": title, "machine": machine, "rows": list(rows)}, indent=2) + "\n")
+        path.write_text(json.dumps({"title": title, "machine": machine(), "rows": list(rows)}, indent=2) + "\n")

@@ -36,7 +36,7 @@ class Cache:
 
     def release(self, blocks: np.ndarray) -> None:
         self.tree.num_evictable += len(self.pool.disown(blocks))
-        self.tree.touch(self.tree.node_of(int(blocks[-1])))
+        self.tree.touch(int(blocks[-1]))
         self.tree.check()
 
     def put(self, *tokens: int, salt: str = "") -> list[int]:
@@ -77,14 +77,14 @@ def test_a_node_is_split_where_prompts_part():
     assert cache.found(1, 2, 8, 9) == second
 
 
-def test_a_leaf_is_lengthened_but_an_inner_node_gets_a_child():
+def test_what_follows_a_reused_prefix_is_a_node_of_its_own():
     cache = Cache(12, 1)
     cache.put(1, 2)
     cache.put(1, 2, 3)
-    assert cache.tree.num_nodes == 1
+    assert cache.tree.num_nodes == 2
     cache.put(1, 7)
     cache.put(1, 2, 3, 4)
-    assert cache.tree.num_nodes == 3
+    assert cache.tree.num_nodes == 5
     assert len(cache.found(1, 2, 3, 4)) == 4
 
 

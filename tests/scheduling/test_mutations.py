@@ -1,4 +1,4 @@
-"""The state machine finds four classic bugs when they are put back, with and without the scheduler's own checks."""
+"""The state machine finds classic bugs when they are put back, with and without the scheduler's own checks."""
 
 import pytest
 from hypothesis import Phase, settings
@@ -33,10 +33,10 @@ def double_free_of_a_shared_block_on_a_block_edge(monkeypatch):
     """Case 15: a sequence that ends with its last slot on a block edge gives its last block back twice."""
     release = KVCacheManager.release
 
-    def release_twice(self, slot):
+    def release_twice(self, slot, *args):
         owned = self.tables[slot, : self.num_owned[slot]].copy()
         is_on_edge = self._num_shared[slot] == len(owned)
-        release(self, slot)
+        release(self, slot, *args)
         last = owned[-1:]
         if is_on_edge and self.pool.refs[last].all():
             self.tree.num_evictable += len(self.pool.disown(last))
@@ -70,8 +70,8 @@ def head_that_waits_for_a_watermark(monkeypatch):
     """Case 4: blocks are kept back for running sequences even when none runs, so a large head never fits."""
     admit = KVCacheManager.admit
 
-    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks):
-        return admit(self, slot, match, num_tokens, max(1, spare_blocks))
+    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks, now_s):
+        return admit(self, slot, match, num_tokens, max(1, spare_blocks), now_s)
 
     monkeypatch.setattr(KVCacheManager, "admit", admit_with_watermark)
 
@@ -93,7 +93,7 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
         owner, kept = parked.pop(state.request_id, (None, ()))
         if owner is state and len(kept):
             kv.tree.num_evictable += len(kv.pool.disown(kept))
-            kv.tree.touch(kv.tree.node_of(int(kept[-1])))
+            kv.tree.touch(int(kept[-1]))
 
     def resume(self, state, *args):
         unpark(self.running.kv, state)
@@ -108,9 +108,35 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
     monkeypatch.setattr(Scheduler, "_finish", end)
 
 
+def fork_without_a_copy(monkeypatch):
+    """Case 19: the sequences of a group go on in blocks of their own without what the leader's partial one holds."""
+    fork = KVCacheManager.fork
+
+    def fork_only(self, slot, followers, num_computed):
+        return fork(self, slot, followers, num_computed)[:, :0]
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_only)
+
+
+def leader_that_leaves_its_followers_behind(monkeypatch):
+    """Case 19: a leader's abort forgets who waits for it."""
+
+    def fall_out(self):
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+        self.leader, self.followers = None, []
+
+    monkeypatch.setattr(RequestState, "fall_out", fall_out)
+
+
 MUTATIONS = {
-    double_free_of_a_shared_block_on_a_block_edge: ("rise along|miscounted|evict", "freed twice|the model says"),
-    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used"),
+    fork_without_a_copy: ("the model says", "the model says"),
+    leader_that_leaves_its_followers_behind: ("apart from its leader|events say", "events say|there is work"),
+    double_free_of_a_shared_block_on_a_block_edge: (
+        "rise along|counted|evict|freed twice|hangs",
+        "freed twice|the model says",
+    ),
+    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used|the model says"),
     full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
     head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),
     parked_request_that_keeps_its_blocks: ("miscounted", "there is work"),

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from expediter.scheduling.ordering.queue import WaitingQueue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from expediter.scheduling.draft import Draft
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.ordering.simple import Fcfs, Lifo, PriorityOrder
 from expediter.scheduling.preemption import LowestPriority
 from expediter.scheduling.running import RunningSet
@@ -264,7 +264,8 @@ def test_a_plan_packs_decodes_before_chunks():
     draft.add_prompts()
     assert draft.budget == 0
     plan, chunked = draft.compose(6)
-    assert chunked == [done, partial]
+    assert chunked.states == [done, partial]
+    assert chunked.sampled == [done]
     assert plan.slots.tolist() == [3, 1, 0]
     assert plan.starts.tolist() == [3, 2, 0]
     assert plan.lengths.tolist() == [1, 3, 2]

@@ -138,7 +138,7 @@ def test_counters_add_up_prompts_and_hits_once_per_request():
     [
         (lambda s: s._running._free_slots.pop(), "slots are lost"),
         (lambda s: s._requests.pop("a"), "live requests"),
-        (lambda s: s.kv.release(s.find("a").slot), "does not run"),
+        (lambda s: s.kv.release(s.find("a").slot, 0.0), "does not run"),
     ],
 )
 def test_check_notices_damage(damage, message):

@@ -1,5 +1,7 @@
 """The same recorded arrivals through the simulator and through the runtime's loop: the same plans, step by step."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.clock import VirtualClock
 from expediter.core.ports import ExecutorLimits
-from expediter.core.slo import NO_SLO
+from expediter.core.slo import Slo
 from expediter.runtime.recorded import run_recorded
 from expediter.scheduling.build import ORDERINGS, CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
@@ -39,6 +41,9 @@ class PlanRecorder:
         return plan
 
 
+TARGETS = Slo(ttft_s=1.0, tpot_s=0.1)
+
+
 class Ignored:
     def emit(self, events, step):
         pass
@@ -52,9 +57,7 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
             num_blocks=num_blocks,
             block_size=4,
             ordering=ordering,
-            # Both know the same: no targets, and of step times what they have seen.
-            slo=NO_SLO,
-            knows_step_time=False,
+            slo=TARGETS,
             jumps=False,
             **limits,
         )
@@ -66,14 +69,16 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
         config=SchedulerConfig(**limits),
         cache=CacheConfig(num_blocks=num_blocks, block_size=4),
         policy=PolicyConfig(ordering=ordering),
+        prior=step_time,
     )
     live = PlanRecorder(scheduler)
     executor_limits = ExecutorLimits(
         num_blocks=num_blocks, block_size=4, max_model_len=200, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs
     )
+    requests = [replace(request, slo=TARGETS) for request in trace.requests()]
     clock = VirtualClock()
     executor = FakeExecutor(executor_limits, step_time=step_time, clock=clock)
-    num_steps = run_recorded(trace.requests(), scheduler, executor, clock, Ignored())
+    num_steps = run_recorded(requests, scheduler, executor, clock, Ignored())
     assert num_steps == report.num_steps == len(live.plans)
     return simulated.plans, live.plans
 

@@ -69,6 +69,31 @@ class SamplingParams:
     logprobs: int | None = None
 
 
+MAX_PIN_S: Final = 3600.0
+"""Longest time, in seconds, for which a client may pin its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheHint:
+    """What a client expects of a request's KV once it has ended. It moves evictions, never results.
+
+    Args:
+        pin_s: keep it for so long, in seconds, at most MAX_PIN_S: it will be needed again.
+        drop: free what no other request shares: it will not.
+    Raises:
+        RequestError: neither or both, or the time is out of range.
+    """
+
+    pin_s: float = 0.0
+    drop: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pin_s <= MAX_PIN_S:
+            raise RequestError(f"pin_s must lie above 0 and be at most {MAX_PIN_S:g}", param="cache_hint")
+        if bool(self.pin_s) is self.drop:
+            raise RequestError("cache_hint is either pin_s above 0 or drop", param="cache_hint")
+
+
 GREEDY: Final = SamplingParams(temperature=0.0)
 
 
@@ -84,6 +109,7 @@ class Request:
         stop_token_ids: tokens that end the request, end-of-sequence ids included; empty to ignore them all.
         priority: lower runs first (vLLM's convention).
         cache_salt: root of the prefix cache; requests under different salts never share blocks.
+        cache_hint: what to do with its KV when it ends; None to leave that to the eviction policy.
         slo: its targets.
         slo_class: name of the class that they come from, for metrics; "" for none.
         value: weight in goodput, relative to other requests.
@@ -101,6 +127,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     priority: int = 0
     cache_salt: str = ""
+    cache_hint: CacheHint | None = None
     tenant: str = ""
     slo: Slo = NO_SLO
     slo_class: str = ""
@@ -145,6 +172,9 @@ class RequestState:
         num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
         pace_s: time per output token that it can afford after the first.
         num_bypassed: requests admitted past this one while it did not fit.
+        leader: who computes the prompt for this one too, until the group forks; None for anybody else. A follower
+            waits, runs and is preempted with its leader and is in no queue or batch of its own.
+        followers: whose leader this one is, in order.
     """
 
     request: Request
@@ -161,6 +191,8 @@ class RequestState:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     pace_s: float = math.inf
+    leader: RequestState | None = None
+    followers: list[RequestState] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -179,6 +211,34 @@ class RequestState:
             if first_s > arrival_s + slo.ttft_s:
                 return True
         return slo.e2e_s is not None and now_s > arrival_s + slo.e2e_s
+
+    @property
+    def members(self) -> list[RequestState]:
+        """This one and its followers."""
+        return [self, *self.followers]
+
+    def fall_out(self) -> RequestState | None:
+        """Leave the group; return who leads it from now on if this one did and somebody is left."""
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+            self.leader = None
+            return None
+        if not self.followers:
+            return None
+        successor, *others = self.followers
+        self.followers = []
+        successor.leader, successor.followers = None, others
+        successor.num_bypassed = self.num_bypassed
+        for other in others:
+            other.leader = successor
+        return successor
+
+    def part(self) -> list[RequestState]:
+        """Dissolve the group; return the former followers, who are on their own from now on."""
+        followers, self.followers = self.followers, []
+        for follower in followers:
+            follower.leader = None
+        return followers
 
     def append(self, token: int) -> None:
         """Append an output token."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 
+from expediter.core.request import MAX_PIN_S
 from expediter.gateway.errors import ApiError, bad_request
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -32,6 +33,12 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class PinHint(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep what the request leaves in the prefix cache for so many seconds."""
+
+    pin_s: Annotated[float, Meta(gt=0, le=MAX_PIN_S)]
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -57,6 +64,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_hint: Literal["drop"] | PinHint | None = None
     slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     ttft_ms: TargetMs | None = None
     tpot_ms: TargetMs | None = None

@@ -7,18 +7,26 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
-from expediter.core.request import Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, Request, SamplingParams, TokenArray
 from expediter.core.slo import SloClass
 from expediter.engine.detokenizer import IncrementalDetokenizer
 from expediter.engine.sampling_params import validate_sampling, validate_token_ids
 from expediter.engine.tokenizer import Tokenizer
-from expediter.gateway.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
+from expediter.gateway.bodies import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    PinHint,
+)
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.generation import Choice, Generation
 from expediter.gateway.info import ServerInfo
@@ -208,6 +216,7 @@ class Service:
         sampling = self._sampling(body, num_alternatives)
         stop_token_ids = self._stop_token_ids(body)
         stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+        now_s = self._clock.now()
         choices: list[Choice] = []
         for prompt in prompts:
             length = self._max_tokens(len(prompt.tokens), prompt_field, max_tokens, default_max_tokens)
@@ -223,12 +232,13 @@ class Service:
                     sampling=_with_seed(sampling, number),
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
+                    cache_hint=_cache_hint(body.cache_hint),
                     tenant=terms.tenant,
                     slo=terms.slo,
                     slo_class=terms.slo_class,
                     value=terms.value,
                     refuse_late=terms.refuse_late,
-                    arrival_s=self._clock.now(),
+                    arrival_s=now_s,
                 )
                 choices.append(
                     Choice(
@@ -301,6 +311,12 @@ def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
         return params
     seed = (params.seed + number + _INT64) % (2 * _INT64) - _INT64
     return replace(params, seed=seed)
+
+
+def _cache_hint(given: Literal["drop"] | PinHint | None) -> CacheHint | None:
+    if given is None:
+        return None
+    return CacheHint(drop=True) if given == "drop" else CacheHint(pin_s=given.pin_s)
 
 
 def _logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:

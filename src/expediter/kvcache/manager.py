@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.core.request import CacheHint
+from expediter.kvcache.eviction import EvictionPolicy
 from expediter.kvcache.pool import BlockIds, BlockPool
 from expediter.kvcache.radix import NO_MATCH, PrefixMatch, RadixTree
 
@@ -19,6 +21,8 @@ class KVCacheManager:
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens.
         prefix_caching: keep the blocks of ended sequences for reuse.
+        eviction: which cached blocks go first; it serves this cache only. None for least recently used.
+        max_pinned_share: most of the pool that clients' pins may hold, in [0, 1].
     Attributes:
         tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; rows are valid up to `num_owned`.
         num_owned: blocks per slot, int32, shape [max_num_seqs].
@@ -32,12 +36,16 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        eviction: EvictionPolicy | None = None,
+        max_pinned_share: float = 0.25,
     ) -> None:
         if block_size < 1:
             raise ConfigurationError(f"block_size must be at least 1, not {block_size}")
+        if not 0 <= max_pinned_share <= 1:
+            raise ConfigurationError(f"max_pinned_share must lie between 0 and 1, not {max_pinned_share}")
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size)
+        self.tree = RadixTree(self.pool, block_size, eviction, max_pinned_share)
         self.prefix_caching = prefix_caching
         # A sequence never owns more than the pool, however long the model would let it grow.
         max_blocks = min(self.blocks_for(max_model_len), num_blocks)
@@ -75,14 +83,16 @@ class KVCacheManager:
         """Blocks that running sequences own; shared ones count once."""
         return self.pool.num_blocks - self.num_available_blocks
 
-    def num_exclusive_blocks(self, slot: int, kept: PrefixMatch) -> int:
-        """Return how many blocks would become available if the sequence in `slot` left.
+    def num_exclusive_blocks(self, slot: int, kept: PrefixMatch, leaving: BlockIds) -> int:
+        """Return how many more blocks would become available if the sequence in `slot` left with those before it.
 
         Args:
             kept: cached prefix that somebody else is about to own; its blocks do not count.
+            leaving: owners of each block that are about to leave, int32, shape [num_blocks]; this one's are added.
         """
         owned = self._owned(slot)
-        exclusive = self.pool.refs[owned] == 1
+        leaving[owned] += 1
+        exclusive = self.pool.refs[owned] == leaving[owned]
         # Both are paths from a root, so what they share lies at the same places.
         both = min(len(owned), kept.num_blocks)
         exclusive[:both] &= owned[:both] != kept.blocks[:both]
@@ -120,21 +130,24 @@ class KVCacheManager:
         missing = self.blocks_for(num_tokens) - match.num_blocks
         return missing + spare_blocks - (self.num_available_blocks - ownerless)
 
-    def admit(self, slot: int, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> bool:
+    def admit(self, slot: int, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give `slot` the matched blocks and new ones up to `num_tokens` tokens.
 
         Args:
             spare_blocks: blocks that must stay available afterwards.
+            now_s: the cache's clock from here on, if there is room. It moves when a sequence comes or goes and not in
+                between, so what steps without either evict does not depend on when they are made.
         Returns:
             False if there is no room; then nothing has changed.
         """
         if self.shortage(match, num_tokens, spare_blocks) > 0:
             return False
         missing = self.blocks_for(num_tokens) - match.num_blocks
-        if match.node is not None:
+        self.tree.advance(now_s)
+        if match.num_blocks:
             # Owned first, so that making room for the rest cannot evict them.
             self.tree.num_evictable -= self.pool.acquire(match.blocks)
-            self.tree.touch(match.node)
+            self.tree.hit(int(match.blocks[-1]))
             self.tables[slot, : match.num_blocks] = match.blocks
         self.tables[slot, match.num_blocks : match.num_blocks + missing] = self.take(missing)
         self.num_owned[slot] = match.num_blocks + missing
@@ -190,8 +203,56 @@ class KVCacheManager:
             self.pool.push(self.pool.disown(own[changed]))
             self.tables[slot, :full] = blocks
 
-    def release(self, slot: int) -> None:
-        """Take all blocks of `slot` back; committed ones stay cached, the others are free."""
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def hold(self, slot: int, count: int) -> None:
+        """Give `slot` blocks of its own ahead of the prefix that it will share: `fork` or `hand_over` comes next.
+
+        Raises:
+            InvariantError: fewer are available; `admit` of the leader has looked.
+        """
+        self.tables[slot, :count] = self.take(count)
+        self.num_owned[slot] = count
+
+    def fork(self, slot: int, followers: npt.NDArray[np.int32], num_computed: int) -> npt.NDArray[np.int32]:
+        """Share the full blocks of the first `num_computed` tokens of `slot` with `followers`.
+
+        They go on with the blocks that they held, all the same number.
+
+        Returns:
+            Blocks to copy before anybody computes on, source and destination, int32, shape [2, num_copies]: the partial
+            last block to each follower's first own one; none at a block edge.
+        """
+        full = num_computed // self.block_size
+        count = int(self.num_owned[followers[0]])
+        shared, own = self.tables[slot, :full], self.tables[followers, :count]
+        self.tables[followers, full : full + count] = own
+        self.tables[followers, :full] = shared
+        self.pool.refs[shared] += len(followers)
+        self.num_owned[followers] = full + count
+        self._num_shared[followers] = self._num_shared[slot]
+        if num_computed == full * self.block_size:
+            return np.empty((2, 0), np.int32)
+        return np.stack((np.full(len(followers), self.tables[slot, full]), own[:, 0]))
+
+    def hand_over(self, slot: int, successor: int) -> None:
+        """Give the blocks of `slot` to `successor`, which gives up those that it held.
+
+        The row of `slot` stays as it is: a step in flight may still read it.
+        """
+        self.pool.push(self.pool.disown(self._owned(successor)))
+        count = int(self.num_owned[slot])
+        self.tables[successor, :count] = self._owned(slot)
+        for per_slot in (self.num_owned, self._num_shared):
+            per_slot[successor], per_slot[slot] = per_slot[slot], 0
+
+    def release(self, slot: int, now_s: float, hint: CacheHint | None = None) -> None:
+        """Take all blocks of `slot` back; committed ones stay cached, the others are free.
+
+        Args:
+            now_s: the cache's clock from here on.
+            hint: what its client wishes for the committed ones.
+        """
         owned = self._owned(slot)
         if not len(owned):
             raise InvariantError(f"slot {slot} owns no blocks")
@@ -199,8 +260,14 @@ class KVCacheManager:
         cached = self.pool.disown(owned[:shared])
         self.pool.push(self.pool.disown(owned[shared:]))
         self.tree.num_evictable += len(cached)
+        self.tree.advance(now_s)
         if shared:
-            self.tree.touch(self.tree.node_of(int(owned[shared - 1])))
+            last = int(owned[shared - 1])
+            self.tree.touch(last)
+            if hint is not None and hint.drop:
+                self.pool.push(self.tree.drop(last))
+            elif hint is not None:
+                self.tree.pin(last, now_s + hint.pin_s)
         self.num_owned[slot] = 0
         self._num_shared[slot] = 0
 

@@ -6,9 +6,12 @@ first block. Everything is compared as tokens, never by a hash alone, so two pro
 
 Owners are counted per block (`BlockPool.refs`). Sequences own prefixes of paths, so counts never rise from root to
 leaf: the blocks of a node without an owner are its tail, and a leaf whose last block has none can be shortened. Those
-leaves lie in a heap by the time of their last use; entries that are out of date are dropped when they surface.
+leaves lie in a heap in the order of an `EvictionPolicy`; entries that are out of date are dropped when they surface.
 
-Source: RadixAttention (SGLang, 2312.07104); leaf-first least recently used eviction.
+A node is a unit of reuse: a request that reuses a part of one splits it, and what is computed after a reused prefix is
+a node of its own. So all blocks of a node have been used equally often and at the same times.
+
+Source: RadixAttention (SGLang, 2312.07104).
 """
 
 from __future__ import annotations
@@ -20,48 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import InvariantError
+from expediter.kvcache.eviction import EvictionPolicy, Lru
+from expediter.kvcache.node import NO_BLOCKS, Node, Root
+from expediter.kvcache.pins import Pins
 from expediter.kvcache.pool import BlockIds, BlockPool
 
 _TOKEN_BYTES = 4
-_NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
-
-
-class Node:
-    """A run of blocks below its parent's.
-
-    Attributes:
-        tokens: int32 bytes of the run.
-        blocks: its block ids; `len(tokens) == len(blocks) * block_size * 4`.
-        children: by the bytes of their first block; None while there are none, which most nodes keep.
-        stamp: logical time of the last use; a node's is never older than its children's.
-    """
-
-    __slots__ = ("blocks", "children", "node_id", "parent", "stamp", "tokens")
-
-    def __init__(self, node_id: int, parent: Node | None, tokens: bytes, blocks: BlockIds, stamp: int) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.children: dict[bytes, Node] | None = None
-        self.stamp = stamp
-
-
-class Root(Node):
-    """The empty run above all prompts of one salt."""
-
-    __slots__ = ("salt",)
-
-    def __init__(self, salt: str) -> None:
-        super().__init__(-1, None, b"", _NO_BLOCKS, 0)
-        self.salt = salt
 
 
 class PrefixMatch(NamedTuple):
-    """A cached prefix: its blocks in order, and the node that the last of them lies in (None without a match)."""
+    """A cached prefix: its blocks in order."""
 
     blocks: BlockIds
-    node: Node | None
 
     @property
     def num_blocks(self) -> int:
@@ -73,25 +46,35 @@ def _joined(runs: list[BlockIds]) -> BlockIds:
     return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type] # typeshed calls arrays buffers from 3.12 on
 
 
-NO_MATCH = PrefixMatch(_NO_BLOCKS, None)
+NO_MATCH = PrefixMatch(NO_BLOCKS)
 
 
 class RadixTree:
     """Cached blocks by the tokens that they hold, one root per cache salt.
 
+    Args:
+        policy: which leaf goes first; it serves this tree only. None for `Lru`.
+        max_pinned_share: most of the pool that pins may hold, in [0, 1].
     Attributes:
         num_evictable: blocks in the tree without an owner. The manager reports changes of ownership.
+        pins: what clients asked to keep.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, policy: EvictionPolicy | None = None, max_pinned_share: float = 0.25
+    ) -> None:
         self._pool = pool
+        self.policy: EvictionPolicy = Lru() if policy is None else policy
+        self.pins = Pins(int(max_pinned_share * pool.num_blocks))
         self._block_bytes = block_size * _TOKEN_BYTES
         self._roots: dict[str, Root] = {}
         self._nodes: list[Node | None] = []
         self._spare_ids: list[int] = []
         self._node_of: npt.NDArray[np.int32] = np.full(pool.num_blocks, -1, np.int32)
-        self._heap: list[tuple[int, int]] = []
+        # (pinned, key, last use, node)
+        self._heap: list[tuple[bool, float, int, int]] = []
         self._stamp = 0
+        self._now_s = 0.0
         self.num_evictable = 0
         self.num_blocks = 0
 
@@ -109,10 +92,10 @@ class RadixTree:
         if root is None:
             return NO_MATCH
         end = min(max_blocks, len(tokens) // self._block_bytes) * self._block_bytes
-        node, _, _, parts = self._descend(root, 0, tokens, 0, end)
+        parts = self._descend(root, 0, tokens, 0, end)[3]
         if not parts:
             return NO_MATCH
-        return PrefixMatch(parts[0] if len(parts) == 1 else _joined(parts), node)
+        return PrefixMatch(parts[0] if len(parts) == 1 else _joined(parts))
 
     def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of `blocks` lie in the tree."""
@@ -136,28 +119,67 @@ class RadixTree:
             num_inserted: leading blocks that are the tree's own already.
         """
         end = len(blocks) * self._block_bytes
-        node, offset, start = self._resume(salt, blocks, num_inserted)
-        node, offset, pos, parts = self._descend(node, offset, tokens, start, end)
+        first, offset, start = self._resume(salt, blocks, num_inserted)
+        node, offset, pos, parts = self._descend(first, offset, tokens, start, end)
         found = (pos - start) // self._block_bytes
         canonical = blocks
+        if offset < len(node.blocks):
+            node = self._split(node, offset)
         if found:
             canonical = blocks.copy()
             canonical[num_inserted : num_inserted + found] = _joined(parts)
+            self._hit(node, first)
         if pos < end:
-            if offset < len(node.blocks):
-                node = self._split(node, offset)
             node = self._append(node, tokens[pos:end], blocks[num_inserted + found :])
-        self.touch(node)
+        self._touch(node)
         return canonical
 
-    def touch(self, node: Node) -> None:
-        """Mark the path down to `node` as used now, and offer the node for eviction if it is a leaf without owners."""
-        self._stamp += 1
-        step: Node | None = node
-        while step is not None:
-            step.stamp = self._stamp
-            step = step.parent
-        self._offer(node)
+    def advance(self, now_s: float) -> None:
+        """Set the clock; pins whose time is over are none any more."""
+        if now_s > self._now_s:
+            self._now_s = now_s
+            for node in self.pins.expire(now_s):
+                self._offer(node)
+
+    def hit(self, block: int) -> None:
+        """Record that a request reuses the path down to `block`."""
+        node = self._ending_at(block)
+        self._hit(node, None)
+        self._touch(node)
+
+    def touch(self, block: int) -> None:
+        """Mark the path down to `block` as used now; its end is offered for eviction if it is a leaf without owner."""
+        self._touch(self._ending_at(block))
+
+    def pin(self, block: int, until_s: float) -> None:
+        """Keep the path down to `block` longer than all that is not pinned, as far as pins have room, head first."""
+        path: list[Node] = []
+        node: Node | None = self._ending_at(block)
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        for step in reversed(path):
+            room = len(step.blocks) if step.pinned_until_s else self.pins.room
+            if room <= 0:
+                break
+            is_whole = room >= len(step.blocks)
+            pinned = step if is_whole else self._split(step, room)
+            self.pins.pin(pinned, until_s)
+            self._offer(pinned)
+            if not is_whole:
+                break
+
+    def drop(self, block: int) -> BlockIds:
+        """Remove the blocks down to `block` that have no owner and that no other request ever reused, tail first."""
+        dropped: list[BlockIds] = []
+        node = self._ending_at(block)
+        while self._can_shorten(node) and not node.num_hits and not node.pinned_until_s:
+            parent = node.parent
+            dropped.append(self._cut(node, len(node.blocks)))
+            if node.parent is not None or parent is None:
+                break
+            node = parent
+        return np.concatenate(dropped) if dropped else NO_BLOCKS
 
     def node_of(self, block: int) -> Node:
         """Return the node that holds `block`.
@@ -172,7 +194,7 @@ class RadixTree:
         return node
 
     def evict(self, count: int) -> BlockIds:
-        """Remove the `count` least recently used blocks without owners, leaves first, tails before heads.
+        """Remove `count` blocks without owners in the policy's order: leaves first, tails before heads, pins last.
 
         Returns their ids in that order; the same blocks in the same order as evicting them one by one.
 
@@ -183,15 +205,29 @@ class RadixTree:
         evicted: list[BlockIds] = []
         missing = count
         while missing:
-            node = self._pop_leaf()
-            ownerless = len(node.blocks) - int(np.count_nonzero(self._pool.refs[node.blocks]))
-            taken = min(missing, ownerless)
-            evicted.append(node.blocks[: -taken - 1 : -1])
-            missing -= taken
-            self._shorten(node, len(node.blocks) - taken)
-        self.num_evictable -= count
-        self.num_blocks -= count
-        return evicted[0] if len(evicted) == 1 else np.concatenate(evicted) if evicted else _NO_BLOCKS
+            evicted.append(self._cut(self._pop_leaf(), missing))
+            missing -= len(evicted[-1])
+        return evicted[0] if len(evicted) == 1 else np.concatenate(evicted) if evicted else NO_BLOCKS
+
+    # -- uses ---------------------------------------------------------------------------------------------------------
+
+    def _hit(self, node: Node, above: Node | None) -> None:
+        """Tell the policy that a request reuses the nodes from `node` up to below `above`."""
+        step = node
+        while step is not above and step.parent is not None:
+            step.num_hits += 1
+            for other in self.policy.hit(step, self._now_s):
+                self._offer(other)
+            step = step.parent
+
+    def _touch(self, node: Node) -> None:
+        self._stamp += 1
+        step: Node | None = node
+        while step is not None:
+            step.stamp = self._stamp
+            step.used_s = self._now_s
+            step = step.parent
+        self._offer(node)
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -236,12 +272,8 @@ class RadixTree:
     def _resume(self, salt: str, blocks: BlockIds, num_inserted: int) -> tuple[Node, int, int]:
         """Return node, offset and token position right after the first `num_inserted` blocks."""
         if num_inserted:
-            last = int(blocks[num_inserted - 1])
-            node = self.node_of(last)
-            offset = len(node.blocks)
-            if node.blocks[-1] != last:
-                offset = int(np.flatnonzero(node.blocks == last)[0]) + 1
-            return node, offset, num_inserted * self._block_bytes
+            node = self._ending_at(int(blocks[num_inserted - 1]))
+            return node, len(node.blocks), num_inserted * self._block_bytes
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Root(salt)
@@ -250,14 +282,15 @@ class RadixTree:
     # -- the shape ----------------------------------------------------------------------------------------------------
 
     def _append(self, node: Node, tokens: bytes, blocks: BlockIds) -> Node:
-        """Add a run below `node`; a leaf is lengthened instead, so a growing sequence stays one node."""
+        """Add a run below `node`; a leaf that nobody else used is lengthened, so a growing sequence stays one node."""
         self.num_blocks += len(blocks)
-        if node.children is None and node.parent is not None:
+        if node.children is None and node.parent is not None and not node.num_hits and not node.pinned_until_s:
             node.tokens += tokens
             node.blocks = np.concatenate((node.blocks, blocks))
             self._node_of[blocks] = node.node_id
             return node
         child = self._new_node(node, tokens, blocks.copy())
+        self.policy.added(child)
         if node.children is None:
             node.children = {}
         node.children[tokens[: self._block_bytes]] = child
@@ -270,13 +303,34 @@ class RadixTree:
         if parent is None or parent.children is None:
             raise InvariantError("a root has no blocks to split")
         upper = self._new_node(parent, node.tokens[:cut], node.blocks[:offset].copy())
-        upper.stamp = node.stamp
+        upper.stamp, upper.used_s, upper.num_hits = node.stamp, node.used_s, node.num_hits
+        self.pins.split(upper, node)
+        self.policy.split(upper, node)
         parent.children[node.tokens[: self._block_bytes]] = upper
         node.tokens = node.tokens[cut:]
         node.blocks = node.blocks[offset:].copy()
         node.parent = upper
         upper.children = {node.tokens[: self._block_bytes]: node}
         return upper
+
+    def _ending_at(self, block: int) -> Node:
+        """Return the node that ends with `block`; what followed it in its node is a child now."""
+        node = self.node_of(block)
+        if node.blocks[-1] == block:
+            return node
+        return self._split(node, int(np.flatnonzero(node.blocks == block)[0]) + 1)
+
+    def _cut(self, node: Node, most: int) -> BlockIds:
+        """Take up to `most` blocks without owners off a leaf's tail and return them, last first."""
+        ownerless = len(node.blocks) - int(np.count_nonzero(self._pool.refs[node.blocks]))
+        taken = min(most, ownerless)
+        blocks = node.blocks[: -taken - 1 : -1]
+        self.policy.evicted(node, taken)
+        self.pins.evicted(node, taken)
+        self.num_evictable -= taken
+        self.num_blocks -= taken
+        self._shorten(node, len(node.blocks) - taken)
+        return blocks
 
     def _shorten(self, node: Node, num_blocks: int) -> None:
         """Cut a leaf's tail off; an empty leaf goes, and its parent may become the next one."""
@@ -290,6 +344,7 @@ class RadixTree:
         if parent is None or parent.children is None:
             raise InvariantError("a root cannot be evicted")
         del parent.children[node.tokens[: self._block_bytes]]
+        node.parent = None
         self._nodes[node.node_id] = None
         self._spare_ids.append(node.node_id)
         if not parent.children:
@@ -300,7 +355,8 @@ class RadixTree:
                 self._offer(parent)
 
     def _new_node(self, parent: Node, tokens: bytes, blocks: BlockIds) -> Node:
-        node = Node(self._spare_ids.pop() if self._spare_ids else len(self._nodes), parent, tokens, blocks, self._stamp)
+        node_id = self._spare_ids.pop() if self._spare_ids else len(self._nodes)
+        node = Node(node_id, parent, tokens, blocks, self._stamp, self._now_s)
         if node.node_id == len(self._nodes):
             self._nodes.append(node)
         else:
@@ -314,20 +370,23 @@ class RadixTree:
         """Put `node` among the candidates if its last block can go."""
         if not self._can_shorten(node):
             return
-        heapq.heappush(self._heap, (node.stamp, node.node_id))
+        heapq.heappush(self._heap, self._entry(node))
         if len(self._heap) > 64 + 2 * len(self._nodes):
-            self._heap = [(n.stamp, n.node_id) for n in self._nodes if n is not None and self._can_shorten(n)]
+            self._heap = [self._entry(n) for n in self._nodes if n is not None and self._can_shorten(n)]
             heapq.heapify(self._heap)
+
+    def _entry(self, node: Node) -> tuple[bool, float, int, int]:
+        return (node.pinned_until_s > 0, self.policy.key(node), node.stamp, node.node_id)
 
     def _can_shorten(self, node: Node) -> bool:
         return node.children is None and node.parent is not None and not self._pool.refs[node.blocks[-1]]
 
     def _pop_leaf(self) -> Node:
         while self._heap:
-            stamp, node_id = heapq.heappop(self._heap)
-            node = self._nodes[node_id]
-            # A stale entry: the node went, was used again, has children or an owner since.
-            if node is not None and node.stamp == stamp and self._can_shorten(node):
+            entry = heapq.heappop(self._heap)
+            node = self._nodes[entry[3]]
+            # A stale entry: the node went, was used again, ranks differently, has children or an owner since.
+            if node is not None and entry == self._entry(node) and self._can_shorten(node):
                 return node
         raise InvariantError(f"{self.num_evictable} blocks count as evictable, but no leaf can go")
 
@@ -341,30 +400,37 @@ class RadixTree:
         """
         seen = np.zeros(self._pool.num_blocks, bool)
         offered = set(self._heap)
+        pinned = 0
         for node in self._nodes:
             if node is None:
                 continue
-            refs = self._pool.refs[node.blocks]
-            parent = node.parent
-            if parent is None or parent.children is None:
-                raise InvariantError(f"node {node.node_id} hangs in the air")
-            if parent.children.get(node.tokens[: self._block_bytes]) is not node:
-                raise InvariantError(f"node {node.node_id} is not where its tokens lead")
-            if not len(node.blocks) or len(node.tokens) != len(node.blocks) * self._block_bytes:
-                raise InvariantError(
-                    f"node {node.node_id} holds {len(node.tokens)} bytes for {len(node.blocks)} blocks"
-                )
+            self._check_node(node)
             if seen[node.blocks].any() or (self._node_of[node.blocks] != node.node_id).any():
                 raise InvariantError(f"a block of node {node.node_id} lies in two nodes")
-            if (np.diff(refs) > 0).any() or (len(parent.blocks) and refs[0] > self._pool.refs[parent.blocks[-1]]):
-                raise InvariantError(f"owners rise along node {node.node_id}: somebody owns no whole path")
-            if node.stamp > parent.stamp and parent.parent is not None:
-                raise InvariantError(f"node {node.node_id} was used after its parent")
-            if self._can_shorten(node) and (node.stamp, node.node_id) not in offered:
+            pinned += len(node.blocks) if node.pinned_until_s else 0
+            if self._can_shorten(node) and self._entry(node) not in offered:
                 raise InvariantError(f"leaf {node.node_id} can never be evicted")
             seen[node.blocks] = True
         if int(seen.sum()) != self.num_blocks or (seen != (self._node_of >= 0)).any():
             raise InvariantError(f"{int(seen.sum())} blocks in the tree, {self.num_blocks} counted")
+        if pinned != self.pins.num_blocks or pinned > self.pins.max_blocks:
+            raise InvariantError(f"{pinned} blocks pinned, {self.pins.num_blocks} counted of {self.pins.max_blocks}")
         evictable = int((seen & (self._pool.refs == 0)).sum())
         if evictable != self.num_evictable:
             raise InvariantError(f"{evictable} blocks evictable, {self.num_evictable} counted")
+
+    def _check_node(self, node: Node) -> None:
+        refs = self._pool.refs[node.blocks]
+        parent = node.parent
+        if parent is None or parent.children is None:
+            raise InvariantError(f"node {node.node_id} hangs in the air")
+        if parent.children.get(node.tokens[: self._block_bytes]) is not node:
+            raise InvariantError(f"node {node.node_id} is not where its tokens lead")
+        if not len(node.blocks) or len(node.tokens) != len(node.blocks) * self._block_bytes:
+            raise InvariantError(f"node {node.node_id} holds {len(node.tokens)} bytes for {len(node.blocks)} blocks")
+        if (np.diff(refs) > 0).any() or (len(parent.blocks) and refs[0] > self._pool.refs[parent.blocks[-1]]):
+            raise InvariantError(f"owners rise along node {node.node_id}: somebody owns no whole path")
+        if node.stamp > parent.stamp and parent.parent is not None:
+            raise InvariantError(f"node {node.node_id} was used after its parent")
+        if node.pinned_until_s > parent.pinned_until_s and parent.parent is not None:
+            raise InvariantError(f"node {node.node_id} is pinned longer than its parent")

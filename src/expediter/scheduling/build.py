@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
+from expediter.kvcache.eviction import EvictionPolicy, HintedLru, Lfu, Lru, SegmentedLru
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching, IterationLevel, PromptsFirst, StallFree, StaticBatches
 from expediter.scheduling.budget import BudgetRule, FixedBudget, SlackBudget
@@ -65,6 +66,13 @@ BUDGET_RULES: Mapping[str, Callable[[Surroundings], BudgetRule]] = {
     "fixed": lambda around: FixedBudget(around.config.max_num_batched_tokens),
     "slack": lambda around: SlackBudget(around.config.max_num_batched_tokens, around.knowledge),
 }
+EVICTIONS: Mapping[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda _: Lru(),
+    "lfu": Lfu,
+    "segmented_lru": SegmentedLru,
+    "lru_with_hint": lambda _: HintedLru(),
+}
+"""Each is made for a pool of so many blocks."""
 VICTIM_RULES: Mapping[str, Callable[[Surroundings], VictimRule]] = {
     "lowest_priority": lambda around: LowestPriority(around.config.max_preemptions),
     "last_in": lambda around: LastInFirstOut(around.config.max_preemptions),
@@ -85,6 +93,7 @@ class PolicyConfig:
     memory: str = "paged"
     budget: str = "fixed"
     victims: str = "lowest_priority"
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         _named(ORDERINGS, self.ordering, "ordering")
@@ -92,6 +101,7 @@ class PolicyConfig:
         _named(MEMORY_RULES, self.memory, "memory rule")
         _named(BUDGET_RULES, self.budget, "budget rule")
         _named(VICTIM_RULES, self.victims, "victim rule")
+        _named(EVICTIONS, self.eviction, "eviction policy")
 
 
 def _named(parts: Mapping[str, _Part], name: str, kind: str) -> _Part:
@@ -147,11 +157,13 @@ class CacheConfig:
         num_blocks: size of the pool.
         block_size: tokens per block.
         prefix_caching: whether ended requests leave their KV for reuse.
+        max_pinned_share: most of the pool that clients' pins may hold, in [0, 1].
     """
 
     num_blocks: int
     block_size: int = 16
     prefix_caching: bool = True
+    max_pinned_share: float = 0.25
 
 
 def build_scheduler(
@@ -171,13 +183,16 @@ def build_scheduler(
     Raises:
         ConfigurationError: a limit or a name is wrong.
     """
+    policy = policy or PolicyConfig()
     kv = KVCacheManager(
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         prefix_caching=cache.prefix_caching,
+        eviction=EVICTIONS[policy.eviction](cache.num_blocks),
+        max_pinned_share=cache.max_pinned_share,
     )
     knowledge = Knowledge(prior)
-    parts = make_policy(policy or PolicyConfig(), Surroundings(config, kv, knowledge), ordering)
+    parts = make_policy(policy, Surroundings(config, kv, knowledge), ordering)
     return Scheduler(config, kv, parts, knowledge)

@@ -26,6 +26,8 @@ class Knowledge:
         self._is_asked = False
         self._busy_s = 0.0
         self._busy_tokens = 0.0
+        self._busy_all_tokens = 0.0
+        self._busy_steps = 0.0
 
     def ask(self) -> None:
         """Say that step times will be needed: a policy that never asks pays nothing for learning them."""
@@ -49,6 +51,8 @@ class Knowledge:
             fade = math.exp(-features.num_prefill_tokens / _MEMORY_TOKENS)
             self._busy_s = self._busy_s * fade + result.elapsed_s
             self._busy_tokens = self._busy_tokens * fade + features.num_prefill_tokens
+            self._busy_steps = self._busy_steps * fade + 1
+            self._busy_all_tokens = self._busy_all_tokens * fade + features.num_tokens
 
     @property
     def prefill_token_s(self) -> float:
@@ -58,6 +62,11 @@ class Knowledge:
         many = 2048
         return self.step_time.step_time_s(StepFeatures(many, 1, 0, 0, many * many / 2)) / many
 
+    @property
+    def busy_tokens_per_s(self) -> float:
+        """Tokens per second, prompts and outputs together, while there is more to prefill than a step can take."""
+        return self._busy_all_tokens / self._busy_s if self._busy_s > 0 else math.inf
+
     def pace_s(self, state: RequestState, now_s: float) -> float:
         """Return the time per output token that a request can afford from its first token at `now_s` on."""
         request = state.request
@@ -66,17 +75,21 @@ class Knowledge:
         if request.slo.e2e_s is None:
             return math.inf
         left = max(1, self.lengths.predict(request, len(state.output), 0.9) - len(state.output))
-        return max(0.0, request.arrival_s + request.slo.e2e_s - now_s) / left
+        # Who starts too late for its deadline must not force short steps, and a worse use of the device, on everybody.
+        return max(self.loaded_token_s, (request.arrival_s + request.slo.e2e_s - now_s) / left)
 
     def first_token_deadline_s(self, request: Request) -> float:
         """Return when the first token is due: by its target, or so that the rest can be done by the end's; or never."""
         slo = request.slo
         deadline_s = math.inf if slo.ttft_s is None else request.arrival_s + slo.ttft_s
         if slo.e2e_s is not None:
-            decoding_s = self.lengths.predict(request, 0, 0.9) * self._decode_token_s
+            decoding_s = self.lengths.predict(request, 0, 0.9) * self.loaded_token_s
             deadline_s = min(deadline_s, request.arrival_s + slo.e2e_s - decoding_s)
         return deadline_s
 
     @property
-    def _decode_token_s(self) -> float:
+    def loaded_token_s(self) -> float:
+        """Duration of a step, and so of an output token, under load."""
+        if self._busy_steps > 0:
+            return self._busy_s / self._busy_steps
         return self.step_time.step_time_s(StepFeatures(64, 64, 64, 64 * 1024, 0.0))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,53 @@ _MAX_DEAL_AGE_S = 0.5
 
 @dataclass(slots=True)
 class _Job:
-    """What the order needs to know of a request: work left in prefill tokens, when it is due, what it is worth."""
+    """What the order needs to know of a request.
+
+    Attributes:
+        num_tokens: prompt tokens left to compute.
+        due_s: when its first token is.
+        work: tokens that all of it takes, the expected output included.
+    """
 
     state: RequestState
     num_tokens: int
     due_s: float
     value: float
+    work: float
+
+
+class _Demand:
+    """How much work has been arriving lately, and which of it is worth doing if not all can be done.
+
+    In a lasting overload the most requests are served in time by doing what gives most value per work and leaving the
+    rest: the greedy solution of the knapsack whose size is the replica's speed.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._arrivals: deque[tuple[float, float, float]] = deque()
+        self._work = 0.0
+        self.max_work_per_value = math.inf
+
+    def arrive(self, now_s: float, work: float, value: float) -> None:
+        self._arrivals.append((now_s, work, value))
+        self._work += work
+
+    def update(self, now_s: float, tokens_per_s: float) -> None:
+        """Decide anew what is too much work for its value."""
+        while self._arrivals and self._arrivals[0][0] < now_s - self._window_s:
+            self._work -= self._arrivals.popleft()[1]
+        self.max_work_per_value = math.inf
+        if not self._arrivals:
+            return
+        capacity = tokens_per_s * max(now_s - self._arrivals[0][0], self._window_s / 2)
+        if self._work <= capacity:
+            return
+        for density, work in sorted((work / value, work) for _, work, value in self._arrivals):
+            capacity -= work
+            if capacity < 0:
+                self.max_work_per_value = density
+                return
 
 
 class SloOrdering:
@@ -60,6 +102,7 @@ class SloOrdering:
         *,
         max_late_wait_s: float = 60.0,
         late_share: int = 20,
+        window_s: float = 30.0,
     ) -> None:
         self._kv = kv
         self._knowledge = knowledge
@@ -71,6 +114,8 @@ class SloOrdering:
         self._hopeful: LazyHeap[RequestState] = LazyHeap()
         self._spare: LazyHeap[RequestState] = LazyHeap()
         self._late: LazyHeap[RequestState] = LazyHeap()
+        self._demand = _Demand(window_s)
+        self._last_sequence = -1
         self._num_changes = 0
         self._dealt_s = -math.inf
         self._since_late = 0
@@ -82,11 +127,16 @@ class SloOrdering:
     def push(self, state: RequestState, now_s: float) -> None:
         match = self._kv.match(state.token_bytes, state.request.cache_salt)
         num_tokens = state.num_known_tokens - match.num_blocks * self._kv.block_size
-        job = _Job(state, num_tokens, self._due_s(state), state.request.value)
+        job = self._job(state, num_tokens)
         self._waiting[state.sequence] = job
         self._num_refusable += _is_refusable(state)
+        if state.sequence > self._last_sequence:
+            self._last_sequence = state.sequence
+            self._demand.arrive(now_s, job.work, job.value)
         if self._is_late(job, now_s):
             self._defer(state, now_s)
+        elif self._is_too_much(job):
+            self._spare.put(state, (float(job.num_tokens),))
         else:
             self._hopeful.put(state, (job.due_s,))
         self._num_changes += 1
@@ -161,10 +211,9 @@ class SloOrdering:
         """Time decides here, not service."""
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
-        due_s = self._due_s(state)
-        self._under_way[state.sequence] = _Job(state, num_new_tokens, due_s, state.request.value)
-        is_late = due_s < self._dealt_s
-        self._since_late = 0 if is_late else self._since_late + 1
+        job = self._job(state, num_new_tokens)
+        self._under_way[state.sequence] = job
+        self._since_late = 0 if job.due_s < self._dealt_s else self._since_late + 1
 
     def joined(self, state: RequestState, decode_clock: int) -> None:  # noqa: ARG002 - the protocol's
         self._under_way.pop(state.sequence, None)
@@ -173,6 +222,14 @@ class SloOrdering:
         self._under_way.pop(state.sequence, None)
 
     # -- the lanes ----------------------------------------------------------------------------------------------------
+
+    def _job(self, state: RequestState, num_tokens: int) -> _Job:
+        num_output = len(state.output)
+        expected = self._knowledge.lengths.predict(state.request, num_output) - num_output
+        return _Job(state, num_tokens, self._due_s(state), state.request.value, num_tokens + expected)
+
+    def _is_too_much(self, job: _Job) -> bool:
+        return job.work > self._demand.max_work_per_value * job.value
 
     def _due_s(self, state: RequestState) -> float:
         if state.first_token_s is not None:
@@ -208,10 +265,12 @@ class SloOrdering:
     def _deal(self, now_s: float) -> None:
         """Moore and Hodgson: by deadline, and whenever one is late, without the one that costs most per value."""
         token_s = self._knowledge.prefill_token_s
+        self._demand.update(now_s, self._knowledge.busy_tokens_per_s)
         in_time = [job for job in self._waiting.values() if job.state not in self._late]
         for job in self._under_way.values():
             job.num_tokens = job.state.num_known_tokens - job.state.num_computed_tokens
-        jobs = sorted([*in_time, *self._under_way.values()], key=_by_deadline)
+        worthy = [job for job in in_time if not self._is_too_much(job)]
+        jobs = sorted([*worthy, *self._under_way.values()], key=_by_deadline)
         kept: list[tuple[float, int, _Job]] = []
         clock_s = now_s
         for job in jobs:
