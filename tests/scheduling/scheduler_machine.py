@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
-from expediter.core.request import Request, Status
+from expediter.core.request import CacheHint, Request, Status
 from expediter.core.slo import NO_SLO, Slo
 from expediter.scheduling.build import (
     BATCHINGS,
     BUDGET_RULES,
+    EVICTIONS,
     MEMORY_RULES,
     ORDERINGS,
     VICTIM_RULES,
@@ -50,6 +51,7 @@ class Sketch(NamedTuple):
     tenant: str
     slo: Slo
     refuse_late: bool
+    cache_hint: CacheHint | None
     lateness_s: float
     n: int
 
@@ -71,6 +73,7 @@ SKETCHES = st.builds(
     refuse_late=st.sampled_from([False, False, True]),
     # Some have waited for so long that they are over the bound of their ordering.
     lateness_s=st.sampled_from([0.0, 0.0, 0.0, 5.0, 28.0, 59.0, 1000.0]),
+    cache_hint=st.sampled_from([None, None, None, CacheHint(drop=True), CacheHint(pin_s=4.0), CacheHint(pin_s=60.0)]),
     n=st.sampled_from([1, 1, 1, 2, 3, 4]),
 )
 POLICIES = st.builds(
@@ -80,6 +83,7 @@ POLICIES = st.builds(
     memory=st.sampled_from(["paged", *sorted(MEMORY_RULES)]),
     budget=st.sampled_from(sorted(BUDGET_RULES)),
     victims=st.sampled_from(sorted(VICTIM_RULES)),
+    eviction=st.sampled_from(sorted(EVICTIONS)),
 )
 
 
@@ -105,6 +109,10 @@ def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
         "free": kv.pool.free_ids().tolist(),
         "tree": [
             None if node is None else (node.tokens, node.blocks.tolist(), node.stamp, sorted(node.children or ()))
+            for node in kv.tree._nodes
+        ],
+        "pasts": [
+            None if node is None else (node.used_s, node.num_hits, node.history, node.pinned_until_s)
             for node in kv.tree._nodes
         ],
         "counters": decoding.counters[:, :size].tolist(),
@@ -209,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenant=sketch.tenant,
                 slo=sketch.slo,
                 refuse_late=sketch.refuse_late,
+                cache_hint=sketch.cache_hint,
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
             self.num_added += 1

@@ -153,8 +153,8 @@ class Simulation:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
-        stream = requests.requests() if isinstance(requests, Trace) else requests
-        self._cluster.run((self._with_targets(request) for request in stream), progress)
+        groups = requests.groups() if isinstance(requests, Trace) else ((request,) for request in requests)
+        self._cluster.run((tuple(map(self._with_targets, group)) for group in groups), progress)
         return build_report(
             self.metrics,
             slo=self._config.slo,
@@ -321,6 +321,7 @@ def prepare_trace(
         if Path(name).is_file():
             raise
         raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    trace = replace(trace, seed=seed)
     return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 
 

@@ -121,10 +121,13 @@ class Scheduler:
         """
         state = self._requests.get(request_id)
         order: dict[str, Detail] = {}
+        place = Reason.QUEUED
         if state is not None and state.status is not Status.RUNNING:
             waiting = [s for s in self._requests.values() if s.status is not Status.RUNNING and s.leader is None]
-            order = self._waiting.place_among(state.leader or state, waiting, now_s)
-        return self._explanations.of(request_id, now_s, order)
+            leader = state.leader or state
+            place, details = self.policy.rules.ordering.place(leader)
+            order = details | self._waiting.place_among(leader, waiting, now_s)
+        return self._explanations.of(request_id, now_s, place, order)
 
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
@@ -229,8 +232,7 @@ class Scheduler:
                 f"{num_seqs} sequences of one request exceed max_num_seqs ({self.config.max_num_seqs})",
             )
         num_tokens = self.policy.rules.memory.reserve_tokens(leader)
-        own = self._running.follower_blocks(leader, num_tokens) * len(leader.followers)
-        needed = self.kv.blocks_for(num_tokens) + own
+        needed = self.kv.blocks_for(num_tokens) + self._running.blocks_beside(leader, num_tokens)
         if needed > self.kv.num_blocks:
             return (
                 RejectReason.UNSERVABLE,

@@ -42,7 +42,8 @@ class EventLog:
                 case FirstToken():
                     self._write(event.now_s, "first_token", event.request_id, {"replica": replica_id})
                 case Preempted():
-                    facts = {"cause": event.cause.value, "lost_tokens": event.num_lost_tokens}
+                    facts = {"cause": event.cause.value, "for": event.for_request_id}
+                    facts["lost_tokens"] = event.num_lost_tokens
                     self._write(event.now_s, "preempted", event.request_id, {"replica": replica_id, **facts})
                 case Finished():
                     facts = {
