@@ -87,16 +87,6 @@ POLICIES = st.builds(
 )
 
 
-class TokenTime:
-    """`StepTimeModel` by number of tokens, so that policies that look at time have something to learn."""
-
-    def step_time_s(self, features):
-        return 0.25 + features.num_tokens / 16
-
-    def decode_run_s(self, features, num_steps):
-        return np.full(num_steps, self.step_time_s(features))
-
-
 def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
     """Return everything that decides what a scheduler does next."""
     kv, running = scheduler.kv, scheduler._running
@@ -127,6 +117,10 @@ def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
         "first": None if (head := scheduler._waiting.first(now_s)) is None else head.request_id,
         "slots": list(running._free_slots),
+        "host": (
+            {o: c.blocks.tolist() for o, c in kv.host._copies.items()},
+            kv.host._free[: kv.host.num_free].tolist(),
+        ),
         "next": scheduler._next_step,
         "stuck": scheduler._queue_is_stuck,
     }
@@ -146,6 +140,22 @@ def census(scheduler: Scheduler) -> None:
     assert len(in_tree) == len(set(in_tree))
     assert [owners[block] for block in range(kv.num_blocks)] == kv.pool.refs.tolist()
     assert (len(free), len(cached), len(owners)) == (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
+    host = [block for copy in kv.host._copies.values() for block in copy.blocks.tolist()]
+    host += kv.host._free[: kv.host.num_free].tolist()
+    host += [block for blocks in kv.host._in_transit for block in blocks.tolist()]
+    assert sorted(host) == list(range(kv.host.num_blocks))
+    waiting = {s.sequence for s in scheduler._requests.values() if s.status is Status.PREEMPTED}
+    assert waiting.issuperset(kv.host._copies)
+
+
+class OneSecondPerToken:
+    """A step-time model: what a chunk adds is its number of tokens."""
+
+    def step_time_s(self, features):
+        return 1.0 + features.num_tokens
+
+    def decode_run_s(self, features, num_steps):
+        return np.full(num_steps, 1.0 + features.num_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -173,10 +183,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=POLICIES,
         weights=st.sampled_from([{}, {"heavy": 3.0, "light": 0.7}]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        swap=st.sampled_from([("recompute", 0), ("swap", 8), ("swap", 4), ("cheaper", 6), ("swap", 1)]),
     )
     def build(
-        self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, policy, weights, prefix_caching
+        self,
+        max_num_seqs,
+        limits,
+        extra_budget,
+        extra_len,
+        num_blocks,
+        block_size,
+        policy,
+        weights,
+        prefix_caching,
+        swap,
     ):
+        preemption_mode, num_host_blocks = swap
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
@@ -190,11 +212,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             config = replace(config, max_num_batched_tokens=max_num_seqs + extra_budget)
         scheduler = build_scheduler(
             config=config,
-            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=policy,
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                num_host_blocks=num_host_blocks,
+                block_swap_s=4.0,
+            ),
+            policy=replace(policy, preemption_mode=preemption_mode),
+            prior=OneSecondPerToken(),
         )
         self.driver = SchedulerDriver(
-            scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks, step_time=TokenTime()
+            scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks, step_time=OneSecondPerToken()
         )
         self.is_draining = False
         self.num_added = 0
@@ -267,6 +296,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.apply(result)
         driver.apply_late(result)
         self._keep(result)
+
+    @precondition(lambda self: self.driver.scheduler.kv.host.num_blocks)
+    @rule(data=st.data())
+    def break_or_mend_host_blocks(self, data):
+        """Moves from and to broken blocks fail; whoever needed them computes again."""
+        last = self.driver.scheduler.kv.host.num_blocks - 1
+        self.driver.executor.broken_host_blocks = {data.draw(st.integers(-1, last))}
 
     @precondition(lambda self: self.old_results)
     @rule(data=st.data())

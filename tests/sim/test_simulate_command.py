@@ -76,12 +76,14 @@ def test_parts_of_the_policy_have_flags(trace, capsys):
         "memory": "predicted_peak",
         "budget": "slack",
         "victims": "last_in",
+        "preemption_mode": "swap",
     }
-    words = [word for name, part in parts.items() for word in (f"--{name}", part)]
+    flags = {name: f"--{name.replace('_', '-')}" for name in parts}
+    words = [word for name, part in parts.items() for word in (flags[name], part)]
     assert report_of(capsys, "--trace", trace, *words)["configuration"]["policy"].items() >= parts.items()
     for name in parts:
         with pytest.raises(ConfigurationError, match=r"no .* 'nothing'; there are: "):
-            command("--trace", trace, f"--{name}", "nothing")
+            command("--trace", trace, flags[name], "nothing")
 
 
 def test_flags_win_over_the_preset(trace, capsys):
