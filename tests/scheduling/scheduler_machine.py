@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
-from expediter.core.request import Request, Status
-from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
+from expediter.core.request import CacheHint, Request, Status
+from expediter.scheduling.build import EVICTIONS, CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
@@ -34,6 +34,7 @@ class Sketch(NamedTuple):
     stop_token_ids: tuple[int, ...]
     priority: int
     cache_salt: str
+    cache_hint: CacheHint | None
     lateness_s: float
     n: int
 
@@ -48,6 +49,7 @@ SKETCHES = st.builds(
     stop_token_ids=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from(["", "", "b"]),
+    cache_hint=st.sampled_from([None, None, None, CacheHint(drop=True), CacheHint(pin_s=4.0), CacheHint(pin_s=60.0)]),
     lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
     n=st.sampled_from([1, 1, 1, 2, 3, 4]),
 )
@@ -65,6 +67,10 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "free": kv.pool.free_ids().tolist(),
         "tree": [
             None if node is None else (node.tokens, node.blocks.tolist(), node.stamp, sorted(node.children or ()))
+            for node in kv.tree._nodes
+        ],
+        "pasts": [
+            None if node is None else (node.used_s, node.num_hits, node.history, node.pinned_until_s)
             for node in kv.tree._nodes
         ],
         "counters": decoding.counters[:, :size].tolist(),
@@ -122,8 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         ordering=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(sorted(EVICTIONS)),
     )
-    def build(self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching):
+    def build(
+        self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching, eviction
+    ):
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
@@ -133,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = build_scheduler(
             config=config,
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=PolicyConfig(ordering=ordering),
+            policy=PolicyConfig(ordering=ordering, eviction=eviction),
         )
         self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
         self.is_draining = False
@@ -154,6 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=sketch.stop_token_ids,
                 priority=sketch.priority,
                 cache_salt=sketch.cache_salt,
+                cache_hint=sketch.cache_hint,
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
             self.num_added += 1

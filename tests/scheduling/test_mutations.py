@@ -70,8 +70,8 @@ def head_that_waits_for_a_watermark(monkeypatch):
     """Case 4: blocks are kept back for running sequences even when none runs, so a large head never fits."""
     admit = KVCacheManager.admit
 
-    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks, now_s):
-        return admit(self, slot, match, num_tokens, max(1, spare_blocks), now_s)
+    def admit_with_watermark(self, slot, match, num_tokens, spare_blocks, now_s, **kinds):
+        return admit(self, slot, match, num_tokens, max(1, spare_blocks), now_s, **kinds)
 
     monkeypatch.setattr(KVCacheManager, "admit", admit_with_watermark)
 

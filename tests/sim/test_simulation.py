@@ -16,9 +16,9 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, w
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.request import Request
-from expediter.core.slo import Slo
-from expediter.scheduling.build import ORDERINGS
+from expediter.core.request import CacheHint, Request
+from expediter.core.slo import Slo, SloClass
+from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
 from expediter.scheduling.ordering.base import KeyOrdering
 
 
@@ -47,6 +47,13 @@ traces = st.lists(
 ).map(sorted)
 
 
+SLO_CLASSES = {
+    "hasty": SloClass(ttft_s=0.5, refuse_late=True),
+    "tight": SloClass(ttft_s=0.75, tpot_s=0.2, value=2.0),
+    "whole": SloClass(e2e_s=4.0, refuse_late=True),
+}
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     traces,
@@ -55,24 +62,38 @@ traces = st.lists(
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
     st.sampled_from(sorted(ORDERINGS)),
+    st.sampled_from(sorted(EVICTIONS)),
     st.booleans(),
     st.integers(1, 5),
 )
-def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
-    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+def test_jumps_equal_single_steps(
+    rows, step_time, replicas, num_blocks, routing, ordering, eviction, caching, max_num_seqs
+):
+    hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
+    num_sequences = [(1, 1, 2, 3)[row[1] % 4] for row in rows]
+    trace = make_trace(
+        rows,
+        priorities=[len(row[3]) % 3 for row in rows],
+        num_sequences=num_sequences,
+        tenants=tuple("ab"[row[1] % 2] for row in rows),
+        cache_hints=[hints[row[2] // 4 % 4] for row in rows],
+        slo_classes=tuple(("", *SLO_CLASSES)[row[2] % 4] for row in rows),
+    )
     config = {
         "step_time": step_time,
         "replicas": replicas,
         "num_blocks": num_blocks,
         "routing": routing,
+        "policy": PolicyConfig(eviction=eviction),
         "ordering": ordering,
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 24,
+        "slo_classes": SLO_CLASSES,
     }
     report, log = run(trace, **config)
     assert (report, log) == run(trace, jumps=False, **config)
-    assert_conserved(report, log, len(rows))
+    assert_conserved(report, log, sum(num_sequences))
 
 
 def assert_conserved(report, log, num_requests):
@@ -129,6 +150,19 @@ def test_shared_prefixes_hit_and_unique_prompts_never_do():
     assert report.prefix_hit_rate == 28 / 52
     assert run(shared, prefix_caching=False)[0].prefix_hit_rate == 0
     assert run(make_trace([(float(i), 16, 20) for i in range(9)]))[0].prefix_hit_rate == 0
+
+
+def test_sequences_of_a_request_start_together_and_compute_its_prompt_once():
+    shared = make_trace([(0.0, 40, 3), (0.1, 6, 2)], num_sequences=[3, 1])
+    # 40 tokens in chunks of 8; the second request waits for the step in progress and then for the budget
+    report, log = run(shared, max_num_seqs=4, max_num_batched_tokens=8)
+    first = [line["request"] for line in log if line["event"] == "first_token"][:3]
+    assert first == ["r0000000", "r0000000.1", "r0000000.2"]
+    assert times(log, "first_token")[:3] == [1.25] * 3
+    assert report.prefix_hit_rate == 80 / 126  # two of the three sequences compute nothing of it
+    assert report.requests.finished == 4
+    alone = make_trace([(0.0, 40, 3)] * 3)
+    assert run(alone, max_num_seqs=4, max_num_batched_tokens=8, prefix_caching=False)[0].num_steps > report.num_steps
 
 
 def test_requests_that_cannot_be_served_are_counted_and_the_run_ends():

@@ -130,13 +130,23 @@ class KVCacheManager:
         missing = self.blocks_for(num_tokens) - match.num_blocks
         return missing + spare_blocks - (self.num_available_blocks - ownerless)
 
-    def admit(self, slot: int, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
+    def admit(
+        self,
+        slot: int,
+        match: PrefixMatch,
+        num_tokens: int,
+        spare_blocks: int,
+        now_s: float,
+        *,
+        resumes: bool = False,
+    ) -> bool:
         """Give `slot` the matched blocks and new ones up to `num_tokens` tokens.
 
         Args:
             spare_blocks: blocks that must stay available afterwards.
             now_s: the cache's clock from here on, if there is room. It moves when a sequence comes or goes and not in
                 between, so what steps without either evict does not depend on when they are made.
+            resumes: the sequence was here before; what it finds again is no reuse by another.
         Returns:
             False if there is no room; then nothing has changed.
         """
@@ -147,7 +157,7 @@ class KVCacheManager:
         if match.num_blocks:
             # Owned first, so that making room for the rest cannot evict them.
             self.tree.num_evictable -= self.pool.acquire(match.blocks)
-            self.tree.hit(int(match.blocks[-1]))
+            (self.tree.touch if resumes else self.tree.hit)(int(match.blocks[-1]))
             self.tables[slot, : match.num_blocks] = match.blocks
         self.tables[slot, match.num_blocks : match.num_blocks + missing] = self.take(missing)
         self.num_owned[slot] = match.num_blocks + missing

@@ -199,8 +199,8 @@ class Draft:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare, self.now_s):
-            own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
-            self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
+            spare += self.running.blocks_beside(state, num_tokens)
+            self._note_refusal(state, kv.shortage(match, num_tokens, spare))
             return False
         num_cached = match.num_blocks * kv.block_size
         rules.ordering.admitted(state, state.num_known_tokens - num_cached, self.running.decode_clock)
@@ -240,8 +240,7 @@ class Draft:
     def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
         kv, num_seqs = self.running.kv, len(state.members)
-        own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
-        shortage = kv.shortage(match, num_tokens, spare + own)
+        shortage = kv.shortage(match, num_tokens, spare + self.running.blocks_beside(state, num_tokens))
         slots_short = num_seqs - self.running.num_free_slots
         if shortage <= 0 and slots_short <= 0:
             return
@@ -272,11 +271,11 @@ class Draft:
             raise InvariantError("a running request lacks a block, and all of them have theirs reserved")
         decoding, victim = self.running.decoding, ranked[0]
         in_need = decoding.states[decoding.at_edge()].tolist()
-        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
+        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), None))
 
-    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
+    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState | None) -> None:
         self.running.leave_together(state, self.now_s)
-        name = beneficiary.request_id
+        name = "" if beneficiary is None else beneficiary.request_id
         for member in state.members:
             member.move(Status.PREEMPTED)
             num_lost = member.num_computed_tokens

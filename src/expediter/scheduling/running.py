@@ -55,7 +55,11 @@ class RunningSet:
             num_tokens: what each sequence of the group gets blocks for.
         """
         shared = leader.num_known_tokens // self.kv.block_size
-        return max(1, self.kv.blocks_for(num_tokens) - shared) if leader.followers else 0
+        return max(1, self.kv.blocks_for(num_tokens) - shared)
+
+    def blocks_beside(self, leader: RequestState, num_tokens: int) -> int:
+        """Return the blocks that all followers of `leader` need together, 0 if it has none; as `follower_blocks`."""
+        return len(leader.followers) * self.follower_blocks(leader, num_tokens) if leader.followers else 0
 
     def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; its followers what they need.
@@ -63,18 +67,18 @@ class RunningSet:
         Returns:
             False if there is no room for all of them; then nothing has changed.
         """
-        own = self.follower_blocks(state, num_tokens)
         if len(self._free_slots) < len(state.members):
             return False
-        spare_blocks += own * len(state.followers)
-        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
+        spare_blocks += self.blocks_beside(state, num_tokens)
+        resumes, slot = state.num_preemptions > 0, self._free_slots[-1]
+        if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = match.num_blocks * self.kv.block_size
         self.prefilling.append(state)
         for follower in state.followers:
             follower.slot = self._free_slots.pop()
-            self.kv.hold(follower.slot, own)
+            self.kv.hold(follower.slot, self.follower_blocks(state, num_tokens))
         return True
 
     def compute(self, state: RequestState, num_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -32,6 +33,8 @@ class SimulatedReplica:
         jumps: False to run every step as an event of its own, for comparison.
     Attributes:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
+        num_prompt_steps: steps so far that computed prompts.
+        budget_shares: sum over those of the share of the token budget that they used.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class SimulatedReplica:
         self.replica_id = replica_id
         self.scheduler = scheduler
         self.num_steps = 0
+        self.num_prompt_steps = 0
+        self.budget_shares = 0.0
         self._executor = executor
         self._loop = loop
         self._observer = observer
         self._jumps = jumps
-        self._inbox: list[Request] = []
+        self._inbox: list[Sequence[Request]] = []
         self._num_inbox_tokens = 0
         self._num_requests = 0
         self._plan: StepPlan | None = None
@@ -68,11 +73,11 @@ class SimulatedReplica:
             num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
         )
 
-    def receive(self, request: Request, now_s: float) -> None:
-        """Take a request that arrives at `now_s`."""
-        self._inbox.append(request)
-        self._num_inbox_tokens += request.num_prompt_tokens
-        self._num_requests += 1
+    def receive(self, group: Sequence[Request], now_s: float) -> None:
+        """Take a request that arrives at `now_s`, with all its sequences."""
+        self._inbox.append(group)
+        self._num_inbox_tokens += group[0].num_prompt_tokens
+        self._num_requests += len(group)
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:
@@ -96,8 +101,8 @@ class SimulatedReplica:
 
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
-        for request in self._inbox:
-            self._emit(self.scheduler.add(request, request.arrival_s))
+        for group in self._inbox:
+            self._emit(self.scheduler.add_group(group, group[0].arrival_s))
         self._inbox.clear()
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)
@@ -106,6 +111,9 @@ class SimulatedReplica:
             if self.scheduler.has_work:
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
             return
+        if plan.features.num_prefill_tokens:
+            self.num_prompt_steps += 1
+            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         # One addition per step, from the left, as single steps would do it.
