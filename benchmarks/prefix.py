@@ -119,6 +119,7 @@ def bytes_per_token(cache: Cache) -> float:
     for node in tree._nodes:
         if isinstance(node, Node):
             total += sys.getsizeof(node) + sys.getsizeof(node.tokens) + 112 + node.blocks.nbytes
+            total += sys.getsizeof(node.used_s) + sys.getsizeof(node.history)
             if node.children is not None:
                 keys = sum(sys.getsizeof(key) for key in node.children)
                 total += sys.getsizeof(node.children) + keys

@@ -85,6 +85,10 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
         "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
         "slots": list(running._free_slots),
+        "host": (
+            {o: c.blocks.tolist() for o, c in kv.host._copies.items()},
+            kv.host._free[: kv.host.num_free].tolist(),
+        ),
         "next": scheduler._next_step,
         "stuck": scheduler._queue_is_stuck,
     }
@@ -104,6 +108,22 @@ def census(scheduler: Scheduler) -> None:
     assert len(in_tree) == len(set(in_tree))
     assert [owners[block] for block in range(kv.num_blocks)] == kv.pool.refs.tolist()
     assert (len(free), len(cached), len(owners)) == (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
+    host = [block for copy in kv.host._copies.values() for block in copy.blocks.tolist()]
+    host += kv.host._free[: kv.host.num_free].tolist()
+    host += [block for blocks in kv.host._in_transit for block in blocks.tolist()]
+    assert sorted(host) == list(range(kv.host.num_blocks))
+    waiting = {s.sequence for s in scheduler._requests.values() if s.status is Status.PREEMPTED}
+    assert waiting.issuperset(kv.host._copies)
+
+
+class OneSecondPerToken:
+    """A step-time model: what a chunk adds is its number of tokens."""
+
+    def step_time_s(self, features):
+        return 1.0 + features.num_tokens
+
+    def decode_run_s(self, features, num_steps):
+        return np.full(num_steps, 1.0 + features.num_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -129,10 +149,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         ordering=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         eviction=st.sampled_from(sorted(EVICTIONS)),
+        swap=st.sampled_from([("recompute", 0), ("swap", 8), ("swap", 4), ("cheaper", 6), ("swap", 1)]),
     )
     def build(
-        self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching, eviction
+        self,
+        max_num_seqs,
+        limits,
+        extra_budget,
+        extra_len,
+        num_blocks,
+        block_size,
+        ordering,
+        prefix_caching,
+        eviction,
+        swap,
     ):
+        preemption_mode, num_host_blocks = swap
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
@@ -141,8 +173,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         scheduler = build_scheduler(
             config=config,
-            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=PolicyConfig(ordering=ordering, eviction=eviction),
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                num_host_blocks=num_host_blocks,
+                block_swap_s=4.0,
+            ),
+            policy=PolicyConfig(ordering=ordering, eviction=eviction, preemption_mode=preemption_mode),
+            prior=OneSecondPerToken(),
         )
         self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
         self.is_draining = False
@@ -213,6 +252,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.apply(result)
         driver.apply_late(result)
         self._keep(result)
+
+    @precondition(lambda self: self.driver.scheduler.kv.host.num_blocks)
+    @rule(data=st.data())
+    def break_or_mend_host_blocks(self, data):
+        """Moves from and to broken blocks fail; whoever needed them computes again."""
+        last = self.driver.scheduler.kv.host.num_blocks - 1
+        self.driver.executor.broken_host_blocks = {data.draw(st.integers(-1, last))}
 
     @precondition(lambda self: self.old_results)
     @rule(data=st.data())

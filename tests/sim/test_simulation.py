@@ -96,6 +96,58 @@ def test_jumps_equal_single_steps(
     assert_conserved(report, log, sum(num_sequences))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    traces,
+    st.sampled_from([12, 16, 30]),
+    st.sampled_from([1, 8, 40]),
+    st.sampled_from(["fcfs", "priority", "slo"]),
+    st.sampled_from(["swap", "cheaper"]),
+    st.booleans(),
+)
+def test_jumps_equal_single_steps_while_blocks_move(rows, num_blocks, num_host_blocks, ordering, mode, caching):
+    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+    config = {
+        "step_time": ContextTime(0.25),
+        "num_blocks": num_blocks,
+        "num_host_blocks": num_host_blocks,
+        "block_swap_s": 0.01,
+        "ordering": ordering,
+        "preemption_mode": mode,
+        "prefix_caching": caching,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+    }
+    report, log = run(trace, **config)
+    assert (report, log) == run(trace, jumps=False, **config)
+    assert_conserved(report, log, len(rows))
+
+
+def test_moving_blocks_takes_time():
+    """Two decodes meet in eight blocks: one goes out and comes back, which takes as long as its blocks take."""
+    rows = [(0.0, 12, 9), (0.0, 12, 9)]
+    config = {"num_blocks": 8, "num_host_blocks": 8, "preemption_mode": "swap", "prefix_caching": False}
+    still, log = run(make_trace(rows), **config, block_swap_s=0.0)
+    moving, _ = run(make_trace(rows), **config, block_swap_s=0.125)
+    (out,) = [line for line in log if line["event"] == "preempted"]
+    assert out["swapped_tokens"] == out["lost_tokens"]
+    num_blocks = -(-out["swapped_tokens"] // 4)
+    assert [line["restored_tokens"] for line in log if line.get("resumed")] == [out["swapped_tokens"]]
+    assert moving.simulated_s == still.simulated_s + 2 * 0.125 * num_blocks
+    assert moving.num_steps == still.num_steps
+
+
+def test_swap_space_is_counted_in_the_models_blocks():
+    space = {"model": "llama-3.1-8b", "swap_space_bytes": 4 << 30}
+    for gpu, tp in (("a100-80g", 1), ("h100", 2)):
+        scheduler = build_simulation(SimulationConfig(gpu=gpu, tensor_parallel=tp, **space)).schedulers[0]
+        # 32 layers of 8 heads of 128, keys and values in two bytes: 128 KiB per token, 2 MiB per block of 16.
+        assert scheduler.kv.host.num_blocks == 2048 * tp
+    assert scheduler.knowledge.block_swap_s == pytest.approx((1 << 20) / (0.8 * 64e9))
+    with pytest.raises(ConfigurationError, match="swap_space_bytes must not be negative"):
+        SimulationConfig(swap_space_bytes=-1)
+
+
 def assert_conserved(report, log, num_requests):
     counts = report.requests
     assert counts.arrived == num_requests == len(times(log, "queued")) == len(times(log, "routed"))

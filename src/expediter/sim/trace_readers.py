@@ -278,7 +278,7 @@ def _spread(trace: Trace, seed: int) -> Trace:
     widths = np.minimum(np.append(gaps, tick_s), tick_s)
     places = np.random.default_rng(seed).random(len(trace))
     spread = np.sort(np.repeat(ticks, counts) + places * np.repeat(widths, counts))
-    return replace(trace, arrival_s=spread, seed=seed)
+    return replace(trace, arrival_s=spread)
 
 
 def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
