@@ -149,14 +149,14 @@ class Replay:
         model = (await self._client.get("/v1/models", _Models)).data[0].id
         info = await self._info()
         texts = trace_texts(config.trace, config.prompt_scale)
-        lengths = [max(1, round(int(n) * config.output_scale)) for n in config.trace.output_tokens]
+        lengths = self._lengths()
         tokens = await self._tokenize(texts) if info else []
         rate = config.rate_scale
         await self._warm_up(model, lengths)
         if rate is None:
             if info is None:
                 raise ConfigurationError("the server says nothing of its set-up; give a rate scale")
-            rate = await self._rate_for_machine(info, tokens, lengths)
+            rate = await self._rate_for_machine(info, fit_step_times(await self._steps(0)), tokens, lengths)
         arrivals = config.trace.at_rate(rate).arrival_s
         arrivals = arrivals - arrivals[0]
         prompts = [
@@ -179,6 +179,20 @@ class Replay:
             fit_error=_relative_error(fitted, steps),
         )
 
+    async def calibrate(self) -> tuple[float, FittedModel]:
+        """Warm a server up; return the rate scale for the configured load, and the step-time model of the warm-up.
+
+        Raises:
+            ReplicaError: the server cannot be reached, or says nothing of its set-up and steps.
+        """
+        info = await self._client.get("/server_info", ServerInfo)
+        model = (await self._client.get("/v1/models", _Models)).data[0].id
+        lengths = self._lengths()
+        await self._warm_up(model, lengths)
+        fitted = fit_step_times(await self._steps(0))
+        tokens = await self._tokenize(trace_texts(self._config.trace, self._config.prompt_scale))
+        return await self._rate_for_machine(info, fitted, tokens, lengths), fitted
+
     async def ask(self, question: str) -> str:
         """Return the model's answer to one chat message."""
         model = (await self._client.get("/v1/models", _Models)).data[0].id
@@ -190,6 +204,9 @@ class Replay:
         }
         answer = await self._client.post("/v1/chat/completions", body, _Chat)
         return answer.choices[0].message.content
+
+    def _lengths(self) -> list[int]:
+        return [max(1, round(int(n) * self._config.output_scale)) for n in self._config.trace.output_tokens]
 
     def _targets(self) -> list[Slo]:
         slos = self._config.slos
@@ -245,10 +262,9 @@ class Replay:
                 raise ReplicaError(f"the server failed a warm-up request: {outcome.error}")
 
     async def _rate_for_machine(
-        self, info: ServerInfo, tokens: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, info: ServerInfo, fitted: FittedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> float:
         """The rate at which the slice keeps this machine busy but not overrun, by simulating it all at once."""
-        fitted = fit_step_times(await self._steps(0))
         at_once = _simulate(info, fitted, _as_requests(tokens, lengths, [0.0] * len(tokens), self._targets()))
         arrivals = self._config.trace.arrival_s
         span_s = float(arrivals[-1] - arrivals[0])
