@@ -1,9 +1,9 @@
 """The SLO policy against first come, first served on a real engine, past the knee, and what the simulator expects.
 
 SmolLM2 on one replica, the demo trace over HTTP at `--load` times what the machine can take, two classes of targets in
-turn. Targets follow the machine: the tight class wants its first token within 8 times what an average prompt takes alone
-and output tokens within 3 times a decode step's duration, the loose one within 40 and 8 times. Presets alternate, and
-every run starts a fresh server.
+turn. Targets follow the machine: the tight class wants its first token within 8 times what an average prompt takes
+alone and output tokens within 3 times a decode step's duration, the loose one within 40 and 8 times. Presets alternate,
+and every run starts a fresh server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def configuration(slos: tuple[Slo, ...], *, load: float, rate_scale: float | Non
 def run(preset: str, config: ReplayConfig) -> ReplayReport:
     """Replay on a fresh server."""
     with running_server(["--preset", preset]) as url:
-        return asyncio.run(Replay(config, LoadClient(url), lambda done, total: None).run())
+        return asyncio.run(Replay(config, LoadClient(url)).run())
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     add_json_option(parser)
     args = parser.parse_args()
     with running_server(["--preset", PRESETS[0]]) as url:
-        probe = Replay(configuration((Slo(),), load=args.load), LoadClient(url), lambda done, total: None)
+        probe = Replay(configuration((Slo(),), load=args.load), LoadClient(url))
         rate_scale, model = asyncio.run(probe.calibrate())
     mean_prompt = float(load_trace("demo").input_tokens.mean()) * PROMPT_SCALE
     config = configuration(targets_for(model, mean_prompt), load=args.load, rate_scale=rate_scale)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def ratio(rows: list[Row], key: str) -> Row:
-    """Return the ratio of the presets' attainments, pair by pair: median and range. Arrivals are the same in all runs."""
+    """Return the ratio of the presets' attainments, pair by pair: median and range; all runs had the same arrivals."""
     pairs = zip(rows[0::2], rows[1::2], strict=True)
     ratios = [second[key] / max(first[key], 1e-9) for first, second in pairs]
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

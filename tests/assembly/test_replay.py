@@ -120,7 +120,7 @@ def test_a_server_that_is_not_there_is_named():
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     config = ReplayConfig(trace=load_trace("demo"), slos=(Slo(),), rate_scale=1.0)
     with pytest.raises(ReplicaError, match=url):
-        asyncio.run(Replay(config, LoadClient(url), lambda done, total: None).run())
+        asyncio.run(Replay(config, LoadClient(url)).run())
 
 
 @pytest.mark.parametrize("name", ["rate_scale", "load", "prompt_scale", "output_scale"])

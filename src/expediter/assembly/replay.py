@@ -131,10 +131,12 @@ class Replay:
     """One run of a trace against one server.
 
     Args:
-        progress: told (done, total) as requests end.
+        progress: told (done, total) as requests end, if anybody wants to know.
     """
 
-    def __init__(self, config: ReplayConfig, client: LoadClient, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, config: ReplayConfig, client: LoadClient, progress: Callable[[int, int], None] | None = None
+    ) -> None:
         self._config = config
         self._client = client
         self._progress = progress
@@ -276,9 +278,9 @@ class Replay:
         def ended(_: Outcome) -> None:
             nonlocal done
             done += 1
-            self._progress(done, len(prompts))
+            if self._progress is not None:
+                self._progress(done, len(prompts))
 
-        self._progress(0, len(prompts))
         return await self._client.replay(model, prompts, ended)
 
 
