@@ -24,6 +24,7 @@ class Served:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_hits: int = 0
+    num_copies: int = 0
     num_finished: int = 0
 
     def assert_stressed(self) -> None:
@@ -35,19 +36,29 @@ class Served:
 
 
 def serve(
-    executor: Executor, requests: Sequence[Request], config: SchedulerConfig, *, arrival_steps: Sequence[int] = ()
+    executor: Executor,
+    requests: Sequence[Request],
+    config: SchedulerConfig,
+    *,
+    arrival_steps: Sequence[int] = (),
+    group_size: int = 1,
 ) -> Served:
-    """Run the requests to their ends; request i is added before step `arrival_steps[i]`, or at the start."""
+    """Run the requests to their ends; group i is added before step `arrival_steps[i]`, or at the start.
+
+    Args:
+        group_size: so many requests in a row are sequences of one prompt.
+    """
     limits = executor.limits
     scheduler = build_scheduler(
         config=config, cache=CacheConfig(num_blocks=limits.num_blocks, block_size=limits.block_size)
     )
-    arrivals = sorted(zip(arrival_steps or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+    groups = [requests[begin : begin + group_size] for begin in range(0, len(requests), group_size)]
+    arrivals = sorted(zip(arrival_steps or [0] * len(groups), groups, strict=True), key=lambda pair: pair[0])
     served = Served({r.request_id: [] for r in requests}, {r.request_id: [] for r in requests})
     step = 0
     while arrivals or scheduler.has_work:
         while arrivals and arrivals[0][0] <= step:
-            scheduler.add(arrivals.pop(0)[1], float(step))
+            scheduler.add_group(arrivals.pop(0)[1], float(step))
         plan = scheduler.plan(float(step))
         step += 1
         _record(served, plan.events)
@@ -56,7 +67,8 @@ def serve(
             continue
         assert plan.features.num_tokens <= config.max_num_batched_tokens
         num_chunks = plan.num_seqs - plan.num_decodes
-        served.num_split_prompts += plan.num_seqs - len(plan.sampled)
+        served.num_split_prompts += plan.num_seqs - len(np.unique(plan.sampled))
+        served.num_copies += plan.copies.shape[1]
         served.num_mixed_steps += plan.num_decodes > 0 and num_chunks > 0
         served.num_steps += 1
         result = executor.execute(plan)

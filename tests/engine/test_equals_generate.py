@@ -72,6 +72,22 @@ def test_tiny_grouped_query_llama(device: str) -> None:
     assert [served.outputs[str(i)] for i in range(NUM_PROMPTS)] == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_greedy_groups(device: str) -> None:
+    """Every sequence of a group says what `generate` says, forked inside blocks and at their edges, and preempted."""
+    rng = random.Random(5)
+    model = tiny_llama(device=device)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 16, 17, 33, 46, 40, 9, 64)]
+    expected = [generate(model, prompt, 20) for prompt in prompts]
+    executor = TorchExecutor(copy.copy(model), num_blocks=44, block_size=4, max_num_seqs=12)
+    config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, max_model_len=128)
+    requests = _requests([prompt for prompt in prompts for _ in range(3)], [20] * 24, ())
+    served = serve(executor, requests, config, arrival_steps=[4 * i for i in range(8)], group_size=3)
+    served.assert_stressed()
+    assert served.num_copies == 2 * 5  # five of the eight prompts end inside a block
+    assert [served.outputs[str(i)] for i in range(24)] == [tokens for tokens in expected for _ in range(3)]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_smollm2(device: str, smollm2_folder: Path, smollm2_tokenizer: Tokenizer) -> None:

@@ -80,6 +80,31 @@ def test_tiny_llama_under_stress() -> None:
     _assert_as_alone(model, requests, served)
 
 
+def test_sequences_of_a_group() -> None:
+    """Each has its own seed and says what a request with that seed says alone, whatever else its sampling is."""
+    rng = random.Random(4)
+    model = tiny_llama()
+    requests: list[Request] = []
+    for kind in KINDS:
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 40))]
+        group = _requests([prompt] * 4, 16)
+        requests += [
+            replace(
+                request,
+                request_id=str(len(requests) + i),
+                min_tokens=2,
+                sampling=replace(kind, seed=77 + i),
+            )
+            for i, request in enumerate(group)
+        ]
+    executor = TorchExecutor(copy.copy(model), num_blocks=48, block_size=4, max_num_seqs=12)
+    config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, max_model_len=256)
+    served = serve(executor, requests, config, group_size=4)
+    assert served.num_preemptions > 0
+    assert served.num_copies > 0
+    _assert_as_alone(model, requests, served)
+
+
 def test_smollm2_in_a_batch(smollm2_folder: Path, smollm2_tokenizer: Tokenizer) -> None:
     model = load_model(smollm2_folder, dtype="float32", device="cpu")
     prompts = [smollm2_tokenizer.encode(f"Chapter {i}. The road went on and on, and then") for i in range(8)]

@@ -140,6 +140,31 @@ def test_usage_chunk(server: LiveServer, n: int, path: str) -> None:
         assert len({event["id"] for event in events}) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_one_prompt_are_computed_once(server: LiveServer, stream: bool) -> None:
+    before = server.get("/steps").json["steps"]
+    prompt = f"all three begin with this and {'stream' if stream else 'wait'}"
+    if stream:
+        texts, reasons, _ = streamed(server, prompt, n=3, max_tokens=9)
+    else:
+        answer = server.complete(prompt, n=3, max_tokens=9).json
+        texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
+        reasons = {choice["index"]: choice["finish_reason"] for choice in answer["choices"]}
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert answer["usage"]["completion_tokens"] == 27
+    assert texts == dict.fromkeys(range(3), prompt[:9])
+    assert reasons == dict.fromkeys(range(3), "length")
+    steps = server.get("/steps").json["steps"][len(before) :]
+    assert sum(step["num_tokens"] - step["num_decodes"] for step in steps) <= len(prompt)
+    assert max(step["num_decodes"] for step in steps) == 3
+
+
+def test_more_choices_than_can_start_together(server: LiveServer) -> None:
+    answer = server.complete("x" * 40, n=64)
+    assert answer.status == 400
+    assert "64 sequences of one request need 66 blocks" in answer.json["error"]["message"]
+
+
 def test_usage_after_a_stop_string(slow_stop_server: LiveServer) -> None:
     """The choices are aborted when the string is found; usage counts what was generated until then."""
     _, reasons, events = streamed(

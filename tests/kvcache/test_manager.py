@@ -121,12 +121,57 @@ def test_exclusive_blocks_are_those_that_would_come_back():
     tokens = raw(range(6))
     kv.admit(0, NO_MATCH, 7, 0, 0.0)
     kv.commit(0, tokens, "", 6)
-    assert kv.num_exclusive_blocks(0, NO_MATCH) == 4
+
+    def exclusive(slots, kept=NO_MATCH):
+        leaving = np.zeros(12, np.int32)
+        return [kv.num_exclusive_blocks(slot, kept, leaving) for slot in slots]
+
+    assert exclusive([0]) == [4]
     match = kv.match(raw(range(5)), "")
-    assert kv.num_exclusive_blocks(0, match) == 2
+    assert exclusive([0], match) == [2]
     kv.admit(1, match, 5, 0, 0.0)
-    assert kv.num_exclusive_blocks(0, NO_MATCH) == 2
-    assert kv.num_exclusive_blocks(1, NO_MATCH) == 1
+    assert exclusive([0]) == [2]
+    assert exclusive([1]) == [1]
+    assert exclusive([0, 1]) == [2, 3]  # what both own comes back with the second
+    assert exclusive([1, 0]) == [1, 4]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("num_tokens", "shared", "copied"), [(4, 2, False), (5, 2, True), (1, 0, True)])
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one(prefix_caching, num_tokens, shared, copied):
+    kv = make(num_blocks=12, prefix_caching=prefix_caching)
+    kv.admit(0, NO_MATCH, num_tokens, 2, 0.0)
+    for slot in (1, 2):
+        kv.hold(slot, 1)
+        kv.check()
+    own = [table(kv, slot)[0] for slot in (1, 2)]
+    kv.commit(0, raw(range(num_tokens)), "", num_tokens)
+    copies = kv.fork(0, np.array([1, 2], np.int32), num_tokens)
+    kv.check()
+    for slot, block in zip((1, 2), own, strict=True):
+        assert table(kv, slot) == [*table(kv, 0)[:shared], block]
+    assert copies.tolist() == ([[table(kv, 0)[shared]] * 2, own] if copied else [[], []])
+    assert kv.num_used_blocks == kv.blocks_for(num_tokens) + 2
+    for slot in (0, 2, 1):
+        kv.release(slot, 0.0)
+        kv.check()
+    assert kv.num_used_blocks == 0
+    assert kv.num_cached_blocks == (shared if prefix_caching else 0)
+
+
+def test_a_heir_has_the_blocks_and_the_row_in_flight_stays():
+    kv = make()
+    kv.admit(0, NO_MATCH, 5, 1, 0.0)
+    kv.hold(1, 1)
+    kv.commit(0, raw(range(5)), "", 2)
+    row = table(kv, 0)
+    kv.hand_over(0, 1)
+    kv.check()
+    assert table(kv, 1) == row == kv.tables[0, :3].tolist()
+    assert (kv.num_owned[0], kv.num_used_blocks) == (0, 3)
+    kv.commit(1, raw(range(5)), "", 4)
+    kv.release(1, 0.0)
+    assert (kv.num_cached_blocks, kv.num_used_blocks) == (2, 0)
 
 
 def test_growth_by_one_and_by_runs_fills_the_same_columns():

@@ -33,8 +33,7 @@ class EchoExecutor:
             self._prompts[admission.slot] = admission.state.request.prompt
             self._logprobs[admission.slot] = admission.state.request.sampling.logprobs
         tokens, logprobs = [], []
-        for entry in plan.sampled:
-            slot = int(plan.slots[entry])
+        for entry, slot in zip(plan.sampled.tolist(), plan.sample_slots.tolist(), strict=True):
             prompt = self._prompts[slot]
             index = int(plan.starts[entry] + plan.lengths[entry]) - len(prompt)
             token = int(prompt[index]) if index < len(prompt) else EOS

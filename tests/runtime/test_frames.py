@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -41,7 +42,7 @@ from expediter.runtime.frames import (
     decode_tokens,
     encode_frame,
     events_of,
-    request_of,
+    requests_of,
     step_frame,
     submit_frame,
 )
@@ -77,11 +78,25 @@ def body_of(frame: frames.GatewayFrame | frames.ReplicaFrame) -> bytes:
 
 def test_a_request_crosses_unchanged() -> None:
     request = make_request()
-    back = request_of(decode_gateway_frame(body_of(submit_frame(request))))  # type: ignore[arg-type]
+    (back,) = requests_of(decode_gateway_frame(body_of(submit_frame([request]))))  # type: ignore[arg-type]
     for name in Request.__slots__:
         want, got = getattr(request, name), getattr(back, name)
         assert np.array_equal(want, got) if name == "prompt" else want == got
     assert back.prompt.dtype == np.int32
+
+
+def test_a_group_crosses_in_one_frame() -> None:
+    group = [make_request(), replace(make_request(), request_id="r2", sampling=SamplingParams(seed=9))]
+    back = requests_of(decode_gateway_frame(body_of(submit_frame(group))))  # type: ignore[arg-type]
+    assert [(r.request_id, r.sampling) for r in back] == [(r.request_id, r.sampling) for r in group]
+    assert back[0].prompt is back[1].prompt
+
+
+@pytest.mark.parametrize("change", [{"samplings": (SamplingParams(),) * 2}, {"request_ids": ()}, {"samplings": ()}])
+def test_groups_that_are_none(change: dict[str, object]) -> None:
+    frame = msgspec.structs.replace(submit_frame([make_request()]), **change)
+    with pytest.raises(ReplicaError):
+        requests_of(decode_gateway_frame(body_of(frame)))  # type: ignore[arg-type]
 
 
 def test_gateway_frames() -> None:
@@ -101,7 +116,7 @@ def test_an_explanation_crosses() -> None:
 @pytest.mark.parametrize("wrong", [{"ttft_s": -1.0}, {"e2e_s": float("nan")}, {"value": 0.0}])
 def test_impossible_targets_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ReplicaError, match="invalid request"):
-        request_of(msgspec.structs.replace(submit_frame(make_request()), **wrong))
+        requests_of(msgspec.structs.replace(submit_frame([make_request()]), **wrong))
 
 
 def test_events_cross_in_order() -> None:
@@ -172,14 +187,14 @@ def test_damaged_frames_are_refused_or_harmless(data: st.DataObject) -> None:
     states[0] = RequestState(make_request(), 0, b"")
     events = [Queued("r1", 0.0), Tokens(1.0, states, np.array([[3]], np.int32), np.array([0]))]
     body = bytearray(
-        data.draw(st.sampled_from([body_of(submit_frame(make_request())), body_of(step_frame(events, None, STATS))]))
+        data.draw(st.sampled_from([body_of(submit_frame([make_request()])), body_of(step_frame(events, None, STATS))]))
     )
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
         frame = decode_gateway_frame(bytes(body))
         if isinstance(frame, frames.Submit):
-            request_of(frame)
+            requests_of(frame)
     except ReplicaError:
         pass
     try:
@@ -214,6 +229,6 @@ def test_unknown_kinds(kind: int) -> None:
 
 def test_prompts_that_are_no_tokens() -> None:
     for prompt in (b"", b"123"):
-        frame = msgspec.structs.replace(submit_frame(make_request()), prompt=prompt)
+        frame = msgspec.structs.replace(submit_frame([make_request()]), prompt=prompt)
         with pytest.raises(ReplicaError):
-            request_of(frame)
+            requests_of(frame)

@@ -77,7 +77,7 @@ def make_loop() -> tuple[ReplicaLoop, ListInbox, Recorder, VirtualClock]:
 def test_requests_run_to_their_end() -> None:
     loop, inbox, recorder, _ = make_loop()
     requests = [request(name) for name in "abc"]
-    inbox.commands += requests
+    inbox.commands += [(each,) for each in requests]
     while loop.run_once():
         pass
     for each in requests:
@@ -96,9 +96,9 @@ def test_an_idle_loop_emits_nothing() -> None:
 
 def test_aborts_and_draining() -> None:
     loop, inbox, recorder, _ = make_loop()
-    inbox.commands += [request("a"), request("b"), Abort("b"), Abort("nobody")]
+    inbox.commands += [(request("a"),), (request("b"),), Abort("b"), Abort("nobody")]
     assert loop.run_once()
-    inbox.commands += [Abort("a", FinishReason.STOP), Drain(), request("c")]
+    inbox.commands += [Abort("a", FinishReason.STOP), Drain(), (request("c"),)]
     assert not loop.run_once()
     assert {(e.request_id, e.reason) for e in recorder.of(Finished)} == {
         ("a", FinishReason.STOP),

@@ -92,13 +92,13 @@ def test_requests_over_two_replicas() -> None:
     async def story() -> None:
         running = supervisor(specs=[spec(0), spec(1)])
         with pytest.raises(CapacityError):
-            running.submit(request("early", [1]), asyncio.Event())
+            running.submit([request("early", [1])], asyncio.Event())
         hellos = await running.start()
         pids = list(running.pids.values())
         assert sorted(hello.replica_id for hello in hellos) == [0, 1]
         assert sorted(hello.pid for hello in hellos) == sorted(pids)
         assert all(hello.max_model_len == 256 for hello in hellos), "the pool is shorter than the model"
-        streams = [running.submit(request(f"r{i}", [i + 1] * 5, 3), asyncio.Event()) for i in range(6)]
+        streams = [running.submit([request(f"r{i}", [i + 1] * 5, 3)], asyncio.Event())[0] for i in range(6)]
         assert [stream.replica_id for stream in streams] == [0, 1] * 3
         for i, stream in enumerate(streams):
             tokens, finished = await collect(stream)
@@ -108,7 +108,7 @@ def test_requests_over_two_replicas() -> None:
         running.drain()
         assert not running.is_ready
         with pytest.raises(CapacityError):
-            running.submit(request("late", [1]), asyncio.Event())
+            running.submit([request("late", [1])], asyncio.Event())
         await running.stop()
         assert_gone(*pids)
 
@@ -170,7 +170,7 @@ def test_death_restart_and_backoff() -> None:
         await running.start()
         for _ in range(3):
             (pid,) = running.pids.values()
-            stream = running.submit(request("r", [1, 2, 3], 200), asyncio.Event())
+            (stream,) = running.submit([request("r", [1, 2, 3], 200)], asyncio.Event())
             await stream.wake.wait()
             os.kill(pid, signal.SIGKILL)
             _, finished = await collect(stream)
@@ -178,7 +178,7 @@ def test_death_restart_and_backoff() -> None:
             async with asyncio.timeout(10):
                 while running.states != {0: ReplicaState.UP}:  # noqa: ASYNC110 - a state, not an event of this test
                     await asyncio.sleep(0.02)
-        tokens, _ = await collect(running.submit(request("r", [1, 2, 3], 3), asyncio.Event()))
+        tokens, _ = await collect(*running.submit([request("r", [1, 2, 3], 3)], asyncio.Event()))
         assert tokens == [1, 2, 3]
         (pid,) = running.pids.values()
         await running.stop()

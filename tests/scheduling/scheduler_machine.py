@@ -17,7 +17,7 @@ from expediter.core.request import Request, Status
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
-from expediter.testing.scheduler_driver import SchedulerDriver
+from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
 
 VOCAB = 16  # small, so that stop tokens are hit
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8, 1, 8, 2, 8])
@@ -35,6 +35,7 @@ class Sketch(NamedTuple):
     priority: int
     cache_salt: str
     lateness_s: float
+    n: int
 
 
 SKETCHES = st.builds(
@@ -48,6 +49,7 @@ SKETCHES = st.builds(
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from(["", "", "b"]),
     lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
+    n=st.sampled_from([1, 1, 1, 2, 3, 4]),
 )
 
 
@@ -69,7 +71,11 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "decoding": [state.request_id for state in decoding.states[:size]],
         "last": decoding.last_tokens[:size].tolist(),
         "context": decoding.context_tokens,
-        "prefilling": [(s.request_id, s.slot, s.num_computed_tokens) for s in running.prefilling],
+        "prefilling": [
+            (s.request_id, s.slot, s.num_computed_tokens, [f.request_id for f in s.followers])
+            for s in running.prefilling
+        ],
+        "copies": [copies.tolist() for copies in running._copies],
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
         "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
         "slots": list(running._free_slots),
@@ -138,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(sketches=st.lists(SKETCHES, min_size=1, max_size=4))
     def add(self, sketches):
-        driver, scheduler = self.driver, self.driver.scheduler
+        driver = self.driver
         for sketch in sketches:
             request = Request(
                 request_id=f"r{self.num_added}",
@@ -151,9 +157,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
             self.num_added += 1
-            total, kv = request.max_total_tokens, scheduler.kv
-            fits = total <= scheduler.config.max_model_len and total - 1 <= kv.num_blocks * kv.block_size
-            assert driver.add(request) == (fits and not self.is_draining)
+            fits = self._fits(request, sketch.n)
+            assert driver.add(*sequences_of(request, sketch.n)) == (fits and not self.is_draining)
             if self.is_draining:
                 assert driver.rejected[request.request_id].reason is RejectReason.SHUTDOWN
 
@@ -231,6 +236,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.run_to_end()
         scheduler = self.driver.scheduler
         assert sorted(scheduler._running._free_slots) == list(range(scheduler.config.max_num_seqs))
+
+    def _fits(self, request, n):
+        kv, config = self.driver.scheduler.kv, self.driver.scheduler.config
+        total = request.max_total_tokens
+        if total > config.max_model_len or total - 1 > kv.num_blocks * kv.block_size or n > config.max_num_seqs:
+            return False
+        if n == 1:
+            return True
+        reserved = request.num_prompt_tokens if config.max_preemptions else total - 1
+        shared = request.num_prompt_tokens // kv.block_size
+        needed = -(-reserved // kv.block_size)
+        return needed + (n - 1) * max(1, needed - shared) <= kv.num_blocks
 
     def _draw_request(self, data):
         ids = [request.request_id for request in self.driver.live]

@@ -1,4 +1,4 @@
-"""The state machine finds four classic bugs when they are put back, with and without the scheduler's own checks."""
+"""The state machine finds classic bugs when they are put back, with and without the scheduler's own checks."""
 
 import pytest
 from hypothesis import Phase, settings
@@ -108,12 +108,35 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
     monkeypatch.setattr(Scheduler, "_finish", end)
 
 
+def fork_without_a_copy(monkeypatch):
+    """Case 19: the sequences of a group go on in blocks of their own without what the leader's partial one holds."""
+    fork = KVCacheManager.fork
+
+    def fork_only(self, slot, followers, num_computed):
+        return fork(self, slot, followers, num_computed)[:, :0]
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_only)
+
+
+def leader_that_leaves_its_followers_behind(monkeypatch):
+    """Case 19: a leader's abort forgets who waits for it."""
+
+    def fall_out(self):
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+        self.leader, self.followers = None, []
+
+    monkeypatch.setattr(RequestState, "fall_out", fall_out)
+
+
 MUTATIONS = {
+    fork_without_a_copy: ("the model says", "the model says"),
+    leader_that_leaves_its_followers_behind: ("apart from its leader|events say", "events say|there is work"),
     double_free_of_a_shared_block_on_a_block_edge: (
         "rise along|counted|evict|freed twice|hangs",
         "freed twice|the model says",
     ),
-    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used"),
+    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used|the model says"),
     full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
     head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),
     parked_request_that_keeps_its_blocks: ("miscounted", "there is work"),

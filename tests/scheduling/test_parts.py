@@ -264,7 +264,8 @@ def test_a_plan_packs_decodes_before_chunks():
     draft.add_prompts()
     assert draft.budget == 0
     plan, chunked = draft.compose(6)
-    assert chunked == [done, partial]
+    assert chunked.states == [done, partial]
+    assert chunked.sampled == [done]
     assert plan.slots.tolist() == [3, 1, 0]
     assert plan.starts.tolist() == [3, 2, 0]
     assert plan.lengths.tolist() == [1, 3, 2]

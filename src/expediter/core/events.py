@@ -24,7 +24,9 @@ class RejectReason(enum.Enum):
     TOO_LONG = "too_long"
     """Prompt plus max_tokens exceeds max_model_len."""
     UNSERVABLE = "unservable"
-    """It would not fit the KV cache even alone."""
+    """It would not fit the KV cache even alone; with several sequences, all of them at once."""
+    TOO_MANY_SEQUENCES = "too_many_sequences"
+    """It has more sequences than the replica has slots."""
     SHUTDOWN = "shutdown"
     """The scheduler is draining."""
     LATE = "late"
@@ -64,6 +66,7 @@ class Admitted:
     """Entered the running set; `num_cached_tokens` are reused, `num_known_tokens` is what has to be computed in all.
 
     `held_s` is how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
+    For a follower all tokens count as reused: its leader computes them.
     """
 
     request_id: str

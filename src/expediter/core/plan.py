@@ -6,8 +6,8 @@ arrays may be views of the scheduler's own state and are valid until `apply`; wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from expediter.core.events import Event
 from expediter.core.request import RequestState, TokenArray
 
 IntArray = npt.NDArray[np.int32]
+
+NO_COPIES: Final[IntArray] = np.empty((2, 0), np.int32)
 
 
 class StepFeatures(NamedTuple):
@@ -48,7 +50,8 @@ class Admission(NamedTuple):
         slot: row that it occupies until it leaves.
         state: the request; its `output` holds what was generated before a preemption.
         tokens: all known tokens, int32, shape [num_known_tokens].
-        num_cached_tokens: leading tokens whose KV is already in its blocks.
+        num_cached_tokens: leading tokens whose KV is already in its blocks. All of them for a follower: it computes
+            nothing until it samples from its leader's row (`StepPlan.sample_slots`) or takes its leader's place.
     """
 
     slot: int
@@ -68,7 +71,13 @@ class StepPlan:
         starts: computed tokens before the step = position of the first new token, int32, shape [num_seqs].
         lengths: new tokens per entry, int32, shape [num_seqs]; 1 for decodes.
         tokens: the new tokens, packed in entry order, int32, shape [sum(lengths)].
-        sampled: entries whose last token yields an output token, intp, shape [num_sampled]; ascending.
+        sampled: entries whose last token yields an output token, intp, shape [num_sampled]; ascending. The leader of a
+            group comes once for each of its sequences, itself first.
+        sample_slots: the sequence that each sampled token is for, by slot, int32, shape [num_sampled]: its sampling
+            parameters apply. It differs from the entry's own slot where a group forks.
+        copies: blocks to copy whole, source and destination ids, int32, shape [2, num_copies]; destinations are
+            distinct, and none is a source. They complete the step before, so an executor makes them ahead of anything
+            else that this plan asks for.
         block_tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; index it by slot. Column c of
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
@@ -88,6 +97,8 @@ class StepPlan:
     features: StepFeatures
     admitted: tuple[Admission, ...]
     events: list[Event]
+    sample_slots: IntArray
+    copies: IntArray = field(default_factory=lambda: NO_COPIES)
     budget_tokens: int = 0
     num_steps: int = 1
 

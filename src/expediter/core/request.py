@@ -172,6 +172,9 @@ class RequestState:
         num_cached_tokens: tokens reused from the prefix cache at the first admission; what the client is told.
         pace_s: time per output token that it can afford after the first.
         num_bypassed: requests admitted past this one while it did not fit.
+        leader: who computes the prompt for this one too, until the group forks; None for anybody else. A follower
+            waits, runs and is preempted with its leader and is in no queue or batch of its own.
+        followers: whose leader this one is, in order.
     """
 
     request: Request
@@ -188,6 +191,8 @@ class RequestState:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     pace_s: float = math.inf
+    leader: RequestState | None = None
+    followers: list[RequestState] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -206,6 +211,34 @@ class RequestState:
             if first_s > arrival_s + slo.ttft_s:
                 return True
         return slo.e2e_s is not None and now_s > arrival_s + slo.e2e_s
+
+    @property
+    def members(self) -> list[RequestState]:
+        """This one and its followers."""
+        return [self, *self.followers]
+
+    def fall_out(self) -> RequestState | None:
+        """Leave the group; return who leads it from now on if this one did and somebody is left."""
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+            self.leader = None
+            return None
+        if not self.followers:
+            return None
+        successor, *others = self.followers
+        self.followers = []
+        successor.leader, successor.followers = None, others
+        successor.num_bypassed = self.num_bypassed
+        for other in others:
+            other.leader = successor
+        return successor
+
+    def part(self) -> list[RequestState]:
+        """Dissolve the group; return the former followers, who are on their own from now on."""
+        followers, self.followers = self.followers, []
+        for follower in followers:
+            follower.leader = None
+        return followers
 
     def append(self, token: int) -> None:
         """Append an output token."""

@@ -94,10 +94,11 @@ class TorchExecutor:
         started_s = time.perf_counter()
         for admission in plan.admitted:
             self._sampler.admit(admission)
+        pool.copy(plan.copies)
         logits = _forward(model, pack(plan, pool))
         sampled = plan.sampled
         num_known = plan.starts[sampled].astype(np.int64) + plan.lengths[sampled]
-        tokens, logprobs = self._sampler.sample(logits, plan.slots[sampled], num_known)
+        tokens, logprobs = self._sampler.sample(logits, plan.sample_slots, num_known)
         return StepResult(
             step_id=plan.step_id,
             tokens=tokens[None],
@@ -139,6 +140,7 @@ def _try_out(model: PreTrainedModel, pool: KVPool, vocab_size: int) -> None:
         features=StepFeatures(1, 1, 0, 0, 0.5),
         admitted=(),
         events=[],
+        sample_slots=none,
     )
     try:
         logits = _forward(model, pack(plan, pool))

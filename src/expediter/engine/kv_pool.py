@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.plan import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,18 @@ class KVPool:
         """
         self._keys[layer].index_copy_(0, kv_slots, keys)
         self._values[layer].index_copy_(0, kv_slots, values)
+
+    def copy(self, copies: IntArray) -> None:
+        """Copy whole blocks in every layer.
+
+        Args:
+            copies: source and destination ids, shape [2, num_copies]; no destination is a source.
+        """
+        if not copies.shape[1]:
+            return
+        sources, destinations = torch.from_numpy(copies.astype(np.int64)).to(self.data.device)
+        for layer in self.data:
+            layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def read(self, layer: int, blocks: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather whole blocks.

@@ -141,14 +141,17 @@ class Generation:
         self._wake = asyncio.Event()
 
     def submit(self) -> None:
-        """Dispatch every choice, or none.
+        """Dispatch every choice, or none; those of one prompt go together.
 
         Raises:
             CapacityError: no replica is up.
         """
         try:
-            for choice in self.choices:
-                choice.stream = self._supervisor.submit(choice.request, self._wake)
+            for begin in range(0, len(self.choices), self._num_per_prompt):
+                group = self.choices[begin : begin + self._num_per_prompt]
+                streams = self._supervisor.submit([choice.request for choice in group], self._wake)
+                for choice, stream in zip(group, streams, strict=True):
+                    choice.stream = stream
         except BaseException:
             self.abort()
             raise

@@ -216,6 +216,7 @@ class Service:
         sampling = self._sampling(body, num_alternatives)
         stop_token_ids = self._stop_token_ids(body)
         stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+        now_s = self._clock.now()
         choices: list[Choice] = []
         for prompt in prompts:
             length = self._max_tokens(len(prompt.tokens), prompt_field, max_tokens, default_max_tokens)
@@ -237,7 +238,7 @@ class Service:
                     slo_class=terms.slo_class,
                     value=terms.value,
                     refuse_late=terms.refuse_late,
-                    arrival_s=self._clock.now(),
+                    arrival_s=now_s,
                 )
                 choices.append(
                     Choice(

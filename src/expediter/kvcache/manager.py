@@ -83,14 +83,16 @@ class KVCacheManager:
         """Blocks that running sequences own; shared ones count once."""
         return self.pool.num_blocks - self.num_available_blocks
 
-    def num_exclusive_blocks(self, slot: int, kept: PrefixMatch) -> int:
-        """Return how many blocks would become available if the sequence in `slot` left.
+    def num_exclusive_blocks(self, slot: int, kept: PrefixMatch, leaving: BlockIds) -> int:
+        """Return how many more blocks would become available if the sequence in `slot` left with those before it.
 
         Args:
             kept: cached prefix that somebody else is about to own; its blocks do not count.
+            leaving: owners of each block that are about to leave, int32, shape [num_blocks]; this one's are added.
         """
         owned = self._owned(slot)
-        exclusive = self.pool.refs[owned] == 1
+        leaving[owned] += 1
+        exclusive = self.pool.refs[owned] == leaving[owned]
         # Both are paths from a root, so what they share lies at the same places.
         both = min(len(owned), kept.num_blocks)
         exclusive[:both] &= owned[:both] != kept.blocks[:both]
@@ -200,6 +202,49 @@ class KVCacheManager:
             self.tree.num_evictable -= self.pool.acquire(blocks[changed])
             self.pool.push(self.pool.disown(own[changed]))
             self.tables[slot, :full] = blocks
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def hold(self, slot: int, count: int) -> None:
+        """Give `slot` blocks of its own ahead of the prefix that it will share: `fork` or `hand_over` comes next.
+
+        Raises:
+            InvariantError: fewer are available; `admit` of the leader has looked.
+        """
+        self.tables[slot, :count] = self.take(count)
+        self.num_owned[slot] = count
+
+    def fork(self, slot: int, followers: npt.NDArray[np.int32], num_computed: int) -> npt.NDArray[np.int32]:
+        """Share the full blocks of the first `num_computed` tokens of `slot` with `followers`.
+
+        They go on with the blocks that they held, all the same number.
+
+        Returns:
+            Blocks to copy before anybody computes on, source and destination, int32, shape [2, num_copies]: the partial
+            last block to each follower's first own one; none at a block edge.
+        """
+        full = num_computed // self.block_size
+        count = int(self.num_owned[followers[0]])
+        shared, own = self.tables[slot, :full], self.tables[followers, :count]
+        self.tables[followers, full : full + count] = own
+        self.tables[followers, :full] = shared
+        self.pool.refs[shared] += len(followers)
+        self.num_owned[followers] = full + count
+        self._num_shared[followers] = self._num_shared[slot]
+        if num_computed == full * self.block_size:
+            return np.empty((2, 0), np.int32)
+        return np.stack((np.full(len(followers), self.tables[slot, full]), own[:, 0]))
+
+    def hand_over(self, slot: int, successor: int) -> None:
+        """Give the blocks of `slot` to `successor`, which gives up those that it held.
+
+        The row of `slot` stays as it is: a step in flight may still read it.
+        """
+        self.pool.push(self.pool.disown(self._owned(successor)))
+        count = int(self.num_owned[slot])
+        self.tables[successor, :count] = self._owned(slot)
+        for per_slot in (self.num_owned, self._num_shared):
+            per_slot[successor], per_slot[slot] = per_slot[slot], 0
 
     def release(self, slot: int, now_s: float, hint: CacheHint | None = None) -> None:
         """Take all blocks of `slot` back; committed ones stay cached, the others are free.

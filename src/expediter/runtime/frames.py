@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -28,14 +29,17 @@ _WIRE_DTYPE: Final = np.dtype("<i4")
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
-    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32, targets after `arrival_s`."""
+    """Gateway → replica: a request; fields as in `core.Request`, `prompt` as raw int32, targets after `arrival_s`.
 
-    request_id: str
+    With several sequences it is a group: each has an id and a sampling of its own.
+    """
+
+    request_ids: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    samplings: Annotated[tuple[SamplingParams, ...], msgspec.Meta(min_length=1)]
     prompt: bytes
     max_tokens: int
     min_tokens: int
     stop_token_ids: tuple[int, ...]
-    sampling: SamplingParams
     priority: int
     cache_salt: str
     pin_s: float
@@ -226,15 +230,16 @@ def decode_replica_frame(body: bytes) -> ReplicaFrame:
         raise ReplicaError("malformed frame from a replica") from error
 
 
-def submit_frame(request: Request) -> Submit:
-    """Return the request as a frame."""
+def submit_frame(requests: Sequence[Request]) -> Submit:
+    """Return a request, or the sequences of a group, which differ in id and sampling alone, as one frame."""
+    request = requests[0]
     return Submit(
-        request_id=request.request_id,
+        request_ids=tuple(request.request_id for request in requests),
+        samplings=tuple(request.sampling for request in requests),
         prompt=request.prompt.astype(_WIRE_DTYPE, copy=False).tobytes(),
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
         stop_token_ids=request.stop_token_ids,
-        sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
         pin_s=0.0 if request.cache_hint is None else request.cache_hint.pin_s,
@@ -250,20 +255,22 @@ def submit_frame(request: Request) -> Submit:
     )
 
 
-def request_of(frame: Submit) -> Request:
-    """Return the request of a frame.
+def requests_of(frame: Submit) -> tuple[Request, ...]:
+    """Return the request of a frame, or the sequences of its group.
 
     Raises:
         ReplicaError: its fields do not make a valid request.
     """
+    if len(frame.request_ids) != len(frame.samplings):
+        raise ReplicaError("a frame has samplings for other sequences than its own")
     try:
-        return Request(
-            request_id=frame.request_id,
+        first = Request(
+            request_id=frame.request_ids[0],
             prompt=decode_tokens(frame.prompt, len(frame.prompt) // _WIRE_DTYPE.itemsize),
             max_tokens=frame.max_tokens,
             min_tokens=frame.min_tokens,
             stop_token_ids=frame.stop_token_ids,
-            sampling=frame.sampling,
+            sampling=frame.samplings[0],
             priority=frame.priority,
             cache_salt=frame.cache_salt,
             cache_hint=CacheHint(pin_s=frame.pin_s, drop=frame.drop) if frame.pin_s or frame.drop else None,
@@ -276,6 +283,8 @@ def request_of(frame: Submit) -> Request:
         )
     except (RequestError, ConfigurationError) as error:
         raise ReplicaError(f"invalid request in a frame: {error}") from error
+    others = zip(frame.request_ids[1:], frame.samplings[1:], strict=True)
+    return (first, *(replace(first, request_id=name, sampling=sampling) for name, sampling in others))
 
 
 def decode_tokens(raw: bytes, num_tokens: int) -> TokenArray:

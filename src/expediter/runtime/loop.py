@@ -5,7 +5,7 @@ Nothing here knows of processes or sockets: the replica process runs it with a w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,8 @@ class Explain:
     request_id: str
 
 
-Command = Request | Abort | Drain | Explain
+Command = tuple[Request, ...] | Abort | Drain | Explain
+"""A request comes as the sequences of its group, most often one."""
 
 
 class SchedulerPort(Protocol):
@@ -45,7 +46,7 @@ class SchedulerPort(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, request: Request, now_s: float) -> list[Event]: ...
+    def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]: ...
 
     def abort(self, request_id: str, now_s: float, reason: FinishReason = ...) -> list[Event]: ...
 
@@ -124,8 +125,8 @@ class ReplicaLoop:
         events: list[Event] = []
         for command in self._inbox.take():
             match command:
-                case Request():
-                    events += self._scheduler.add(command, command.arrival_s)
+                case tuple():
+                    events += self._scheduler.add_group(command, command[0].arrival_s)
                 case Abort():
                     events += self._scheduler.abort(command.request_id, self._clock.now(), command.reason)
                 case Explain(request_id):

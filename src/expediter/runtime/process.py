@@ -37,7 +37,7 @@ from expediter.runtime.frames import (
     Stats,
     decode_gateway_frame,
     encode_frame,
-    request_of,
+    requests_of,
     step_frame,
 )
 from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, SchedulerPort, StepRecord
@@ -162,7 +162,7 @@ def _command_of(frame: GatewayFrame) -> Command:
         case DrainFrame():
             return Drain()
         case _:
-            return request_of(frame)
+            return requests_of(frame)
 
 
 class SocketSink:

@@ -21,7 +21,7 @@ class RecordedInbox:
     def take(self) -> Sequence[Command]:
         due: list[Command] = []
         while self._arrivals and self._arrivals[0].arrival_s <= self._clock.now():
-            due.append(self._arrivals.popleft())
+            due.append((self._arrivals.popleft(),))
         return due
 
     @property

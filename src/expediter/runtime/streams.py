@@ -27,6 +27,9 @@ class RequestStream:
 
     What lies here unread is bounded by the request's max_tokens: tokens of several steps are kept as one item.
     After a `Finished` or `Rejected` nothing follows.
+
+    Attributes:
+        num_pending_tokens: of its prompt, until the first token comes; the first sequence of a group has them all.
     """
 
     request: Request
@@ -35,7 +38,7 @@ class RequestStream:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    has_first_token: bool = False
+    num_pending_tokens: int = 0
     has_started: bool = False
     _items: list[StreamItem] = field(default_factory=list)
 

@@ -178,10 +178,11 @@ class Supervisor:
 
     # ---- requests
 
-    def submit(self, request: Request, wake: asyncio.Event) -> RequestStream:
-        """Dispatch a request to the replica that the router picks.
+    def submit(self, requests: Sequence[Request], wake: asyncio.Event) -> list[RequestStream]:
+        """Dispatch the sequences of a request, one or several, to the replica that the router picks.
 
         Args:
+            requests: a group as `Scheduler.add_group` takes it; they differ in id and sampling alone.
             wake: set whenever the stream has something new; streams of one consumer share it.
         Raises:
             CapacityError: no replica is up, or the server is shutting down.
@@ -197,16 +198,18 @@ class Supervisor:
             for replica in self._replicas
             if replica.state is ReplicaState.UP
         ]
-        chosen = self._router.route(request.num_prompt_tokens, snapshots)
+        num_prompt_tokens = requests[0].num_prompt_tokens
+        chosen = self._router.route(num_prompt_tokens, snapshots)
         replica = next(r for r in self._replicas if r.spec.replica_id == chosen)
         assert replica.process is not None
-        stream = RequestStream(request, chosen, wake)
-        replica.process.send(submit_frame(request))
-        replica.in_flight[request.request_id] = stream
-        replica.num_pending_tokens += request.num_prompt_tokens
-        arrival = Queued(request.request_id, request.arrival_s, request.tenant, request.slo_class, request.slo)
-        replica.metrics.record((arrival,))
-        return stream
+        streams = [RequestStream(request, chosen, wake) for request in requests]
+        streams[0].num_pending_tokens = num_prompt_tokens
+        replica.process.send(submit_frame(requests))
+        for stream in streams:
+            replica.in_flight[stream.request.request_id] = stream
+        replica.num_pending_tokens += num_prompt_tokens
+        replica.metrics.record(Queued(r.request_id, r.arrival_s, r.tenant, r.slo_class, r.slo) for r in requests)
+        return streams
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request; its `Finished` follows. One that has ended already is left alone."""
@@ -360,9 +363,8 @@ class Supervisor:
 
     def _settle_prompt(self, replica: _Replica, stream: RequestStream) -> None:
         """Take the prompt off the replica's pending tokens, once."""
-        if not stream.has_first_token:
-            stream.has_first_token = True
-            replica.num_pending_tokens -= stream.request.num_prompt_tokens
+        replica.num_pending_tokens -= stream.num_pending_tokens
+        stream.num_pending_tokens = 0
 
     def _lose_requests(self, replica: _Replica) -> None:
         for stream in tuple(replica.in_flight.values()):

@@ -69,5 +69,5 @@ class StaticBatches:
             draft.add_decodes()
         else:
             draft.add_prompts(whole=True)
-            self._num_seqs = len(draft.chunks)
+            self._num_seqs = len(draft.running)
         draft.pad_to = self._num_seqs

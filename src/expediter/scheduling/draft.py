@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,13 @@ class Rules:
     memory: MemoryRule
     budget: BudgetRule
     victims: VictimRule
+
+
+class Chunks(NamedTuple):
+    """Whom a plan's chunks are for: of each chunk, and of each token sampled from one."""
+
+    states: list[RequestState]
+    sampled: list[RequestState]
 
 
 class Draft:
@@ -191,23 +199,29 @@ class Draft:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare, self.now_s):
-            self._note_refusal(state, kv.shortage(match, num_tokens, spare))
+            own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
+            self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
             return False
-        self._announce(state, match.num_blocks * kv.block_size)
+        num_cached = match.num_blocks * kv.block_size
+        rules.ordering.admitted(state, state.num_known_tokens - num_cached, self.running.decode_clock)
+        self._announce(state, num_cached)
+        for follower in state.followers:
+            self._announce(follower, follower.num_known_tokens)
         self._add_chunk(state)
         return True
 
     def _note_refusal(self, state: RequestState, shortage: int) -> None:
-        reason = Reason.NO_BLOCKS if self.running.has_slot else Reason.NO_SLOT
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        has_slots = self.running.num_free_slots >= len(state.members)
+        reason = Reason.NO_BLOCKS if has_slots else Reason.NO_SLOT
+        self.refused[reason] = self.refused.get(reason, 0) + len(state.members)
         available = self.running.kv.num_available_blocks
         needs: dict[str, Detail] = {"needs_blocks": available + shortage, "available_blocks": available}
-        self._explanations.held(state.request_id, self.now_s, reason, needs if self.running.has_slot else {})
+        for member in state.members:
+            self._explanations.held(member.request_id, self.now_s, reason, dict(needs) if has_slots else {})
 
     def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
         resumed = state.status is Status.PREEMPTED
         state.move(Status.RUNNING)
-        self._rules.ordering.admitted(state, state.num_known_tokens - num_cached_tokens, self.running.decode_clock)
         if not resumed:
             state.num_cached_tokens = num_cached_tokens
             state.first_scheduled_s = self.now_s
@@ -225,20 +239,25 @@ class Draft:
 
     def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
-        shortage = self.running.kv.shortage(match, num_tokens, spare)
-        if shortage <= 0 and self.running.has_slot:
+        kv, num_seqs = self.running.kv, len(state.members)
+        own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
+        shortage = kv.shortage(match, num_tokens, spare + own)
+        slots_short = num_seqs - self.running.num_free_slots
+        if shortage <= 0 and slots_short <= 0:
             return
         newcomers = {admission.slot for admission in self.admitted}
         victims: list[RequestState] = []
+        leaving = np.zeros_like(kv.pool.refs)
         for victim in self._rules.victims.ranked(self.running, self.now_s):
-            if victims and shortage <= 0:
+            if shortage <= 0 and slots_short <= 0:
                 break
             if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
                 victims.append(victim)
-                shortage -= self.running.kv.num_exclusive_blocks(victim.slot, match)
-        if len(victims) == len(self.running):
-            shortage -= spare  # which is for the growth of those who stay
-        if not victims or shortage > 0:
+                slots_short -= len(victim.members)
+                shortage -= sum(kv.num_exclusive_blocks(member.slot, match, leaving) for member in victim.members)
+        if num_seqs - slots_short == self._config.max_num_seqs:
+            shortage -= spare  # which is for the growth of those who stay: nobody does
+        if not victims or shortage > 0 or slots_short > 0:
             return
         for victim in victims:
             if victim.slot in self.chunks:
@@ -256,21 +275,23 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
-        self.running.leave(state, self.now_s, ends=False)
-        state.move(Status.PREEMPTED)
-        num_lost, name = state.num_computed_tokens, beneficiary.request_id
-        self.events.append(Preempted(state.request_id, self.now_s, cause, num_lost, name))
-        details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
-        self._explanations.preempted(state.request_id, self.now_s, details)
-        state.num_computed_tokens = 0
-        state.num_preemptions += 1
+        self.running.leave_together(state, self.now_s)
+        name = beneficiary.request_id
+        for member in state.members:
+            member.move(Status.PREEMPTED)
+            num_lost = member.num_computed_tokens
+            self.events.append(Preempted(member.request_id, self.now_s, cause, num_lost, name))
+            details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
+            self._explanations.preempted(member.request_id, self.now_s, details)
+            member.num_computed_tokens = 0
+            member.num_preemptions += 1
         self.preempted.append(state)
         self.queue_is_stuck = False
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    def compose(self, step_id: int) -> tuple[StepPlan, list[RequestState]]:
-        """Pack the draft into a plan: decodes first, then the chunks; also return who the chunks are of.
+    def compose(self, step_id: int) -> tuple[StepPlan, Chunks]:
+        """Pack the draft into a plan: decodes first, then the chunks; also return whom the chunks are for.
 
         The arrays are copies, so that an abort while the plan is in flight cannot change them.
         """
@@ -281,22 +302,27 @@ class Draft:
         tokens = decoding.last_tokens[:size].copy()
         lengths = np.ones(size, np.int32)
         sampled = np.arange(size)
+        sample_slots = slots
+        chunks = Chunks([], [])
         attention = 0.0
         entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
         if entries:
             pieces = [tokens]
             last: list[int] = []
+            chunks.states.extend(state for state, _ in entries)
             for index, (state, chunk) in enumerate(entries, start=size):
                 start = state.num_computed_tokens
                 pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
                 attention += chunk * (start + chunk / 2)
                 if start + chunk == state.num_known_tokens:
-                    last.append(index)
+                    last += [index] * len(state.members)
+                    chunks.sampled.extend(state.members)
             tokens = np.concatenate(pieces)
             slots = np.concatenate((slots, np.array([state.slot for state, _ in entries], np.int32)))
             starts = np.concatenate((starts, np.array([s.num_computed_tokens for s, _ in entries], np.int32)))
             lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
             sampled = np.concatenate((sampled, np.array(last, np.intp)))
+            sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
         context = decoding.context_tokens if size else 0
         features = StepFeatures(len(tokens), len(slots), size, context, attention)
         if self.pad_to:
@@ -313,9 +339,11 @@ class Draft:
             features=features,
             admitted=tuple(self.admitted),
             events=self.events,
+            sample_slots=sample_slots,
+            copies=self.running.take_copies(),
             budget_tokens=self.full_budget,
         )
-        return plan, [state for state, _ in entries]
+        return plan, chunks
 
     def _padded(self, features: StepFeatures, lengths: IntArray, starts: IntArray) -> StepFeatures:
         """Count every sequence of the static batch, ended ones included, at the length of the longest."""

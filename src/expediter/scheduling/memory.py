@@ -15,6 +15,8 @@ from expediter.scheduling.running import RunningSet
 class MemoryRule(Protocol):
     """Decides what a request must find free to start; it gets blocks for at least its known tokens.
 
+    Asked for the leader of a group: its followers get the same, less the full blocks of the prompt, which they share.
+
     Attributes:
         is_static: while decodes go on and no request comes or goes, who was refused stays refused.
     """
@@ -95,18 +97,19 @@ class PredictedPeak:
         if not len(running):
             return 0  # alone it fits, whatever it grows to: else it would have been refused
         kv, decoding, size = running.kv, running.decoding, running.decoding.size
-        under_way = [state, *running.prefilling]
-        num_pending = sum(s.num_known_tokens - s.num_computed_tokens for s in under_way)
+        leaders = [state, *running.prefilling]
+        num_pending = sum(s.num_known_tokens - s.num_computed_tokens for s in leaders)
         # They hold their blocks for as long as their prompts take, too.
         num_steps = -(-num_pending // max(1, self._max_num_batched_tokens - len(running)))
-        left = [num_steps + self._left(s, len(s.output)) for s in under_way]
+        left = [num_steps + self._left(s, len(s.output)) for leader in leaders for s in leader.members]
         num_output = decoding.counters[DecodingBatch.OUTPUT, :size].tolist()
         left += [self._left(s, n) for s, n in zip(decoding.states[:size].tolist(), num_output, strict=True)]
         num_own = (
             kv.blocks_for(state.num_known_tokens) - kv.match(state.token_bytes, state.request.cache_salt).num_blocks
         )
-        slots = [*(s.slot for s in running.prefilling), *decoding.slots[:size].tolist()]
-        freed = np.array([num_own, *kv.count_exclusive_blocks(np.array(slots, np.intp)).tolist()])
+        own = [num_own] + [running.follower_blocks(state, state.num_known_tokens)] * len(state.followers)
+        slots = [s.slot for leader in running.prefilling for s in leader.members] + decoding.slots[:size].tolist()
+        freed = np.array(own + kv.count_exclusive_blocks(np.array(slots, np.intp)).tolist())
         steps = np.array(left, np.int64)
         longest_first = np.argsort(-steps, kind="stable")
         steps, freed = steps[longest_first], freed[longest_first]

@@ -17,6 +17,15 @@ class VictimRule(Protocol):
         ...
 
 
+def is_safe(state: RequestState, max_preemptions: int) -> bool:
+    """Return whether a running request has been preempted so often that it is not a victim any more.
+
+    Alone, it owns blocks for its whole life then. A group cannot always find those for all of its sequences at once, so
+    it is safe one preemption earlier, until it forks: each of them may be preempted once more, and comes back alone.
+    """
+    return state.num_preemptions + bool(state.followers) >= max_preemptions
+
+
 class LowestPriority:
     """Lowest priority first, then least computed, then newest.
 
@@ -35,7 +44,7 @@ class LowestPriority:
         ranked = sorted(
             (-state.request.priority, count, -state.sequence, state)
             for count, state in candidates
-            if state.num_preemptions < self._max_preemptions
+            if not is_safe(state, self._max_preemptions)
         )
         return [entry[3] for entry in ranked]
 
@@ -49,7 +58,7 @@ class LastInFirstOut:
     def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:  # noqa: ARG002 - arrivals keep
         states = [*running.decoding.states[: running.decoding.size].tolist(), *running.prefilling]
         return sorted(
-            (state for state in states if state.num_preemptions < self._max_preemptions),
+            (state for state in states if not is_safe(state, self._max_preemptions)),
             key=lambda state: (-state.request.arrival_s, -state.sequence),
         )
 

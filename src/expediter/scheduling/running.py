@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from expediter.core.errors import InvariantError
-from expediter.core.plan import IntArray
+from expediter.core.plan import NO_COPIES, IntArray
 from expediter.core.request import CacheHint, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.kvcache.radix import PrefixMatch
@@ -20,7 +20,8 @@ class RunningSet:
 
     Attributes:
         decoding: sequences that have caught up, one token per step each.
-        prefilling: sequences with more to compute, in order of admission.
+        prefilling: sequences with more to compute, in order of admission; followers hold slots and blocks beside their
+            leader and are not listed.
         decode_clock: decode steps so far; what a sequence got while it decoded is a difference of two readings.
     """
 
@@ -30,30 +31,74 @@ class RunningSet:
         self.decoding = DecodingBatch(max_num_seqs)
         self.prefilling: list[RequestState] = []
         self.decode_clock = 0
+        self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._copies: list[IntArray] = []
 
     def __len__(self) -> int:
-        return self.decoding.size + len(self.prefilling)
+        return self._max_num_seqs - len(self._free_slots)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def has_slot(self) -> bool:
         return bool(self._free_slots)
 
+    def follower_blocks(self, leader: RequestState, num_tokens: int) -> int:
+        """Return the blocks that each follower needs beside the full blocks of the prompt, which it will share.
+
+        At least one: for the tokens behind the last full block, or for the first one that it computes itself.
+
+        Args:
+            num_tokens: what each sequence of the group gets blocks for.
+        """
+        shared = leader.num_known_tokens // self.kv.block_size
+        return max(1, self.kv.blocks_for(num_tokens) - shared) if leader.followers else 0
+
     def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
-        """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; False if there is no room."""
-        if not self._free_slots:
+        """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; its followers what they need.
+
+        Returns:
+            False if there is no room for all of them; then nothing has changed.
+        """
+        own = self.follower_blocks(state, num_tokens)
+        if len(self._free_slots) < len(state.members):
             return False
+        spare_blocks += own * len(state.followers)
         if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
             return False
         state.slot = self._free_slots.pop()
         state.num_computed_tokens = match.num_blocks * self.kv.block_size
         self.prefilling.append(state)
+        for follower in state.followers:
+            follower.slot = self._free_slots.pop()
+            self.kv.hold(follower.slot, own)
         return True
 
     def compute(self, state: RequestState, num_tokens: int) -> None:
-        """Record that a prefilling sequence computed `num_tokens` more; full blocks of them can be reused from now."""
+        """Record that a prefilling sequence computed `num_tokens` more; full blocks of them can be reused from now.
+
+        A group whose leader has caught up forks: its sequences share the prompt's full blocks and are on their own.
+        """
         state.num_computed_tokens += num_tokens
         self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
+        if state.followers and state.num_computed_tokens == state.num_known_tokens:
+            followers = state.part()
+            slots = np.array([follower.slot for follower in followers], np.int32)
+            self._copies.append(self.kv.fork(state.slot, slots, state.num_computed_tokens))
+            for follower in followers:
+                follower.num_computed_tokens = state.num_computed_tokens
+                self._ordering.admitted(follower, 0, self.decode_clock)
+            self.prefilling += followers
+
+    def take_copies(self) -> IntArray:
+        """Return the block copies that are due before the next step, source and destination, shape [2, num_copies]."""
+        if not self._copies:
+            return NO_COPIES
+        copies, self._copies = self._copies, []
+        return np.concatenate(copies, axis=1)
 
     def catch_up(self, states: list[RequestState]) -> None:
         """Move sequences whose newest known token is their only uncomputed one over to decoding."""
@@ -79,23 +124,53 @@ class RunningSet:
             self._give_back(state, now_s, state.request.cache_hint)
         return ended
 
-    def leave(self, state: RequestState, now_s: float, *, ends: bool = True) -> None:
+    def leave(self, state: RequestState, now_s: float, *, ends: bool = True) -> RequestState | None:
         """Take a sequence out; its known tokens are complete then, and its blocks are back.
 
         Args:
             ends: its client's wish for its blocks holds now; not if it is to come back.
+        Returns:
+            Who goes on with the prompt if the sequence led a group.
         """
+        if state.leader is not None:
+            state.fall_out()
+            self._give_back(state, now_s, None)
+            return None
+        successor = state.fall_out()
+        if successor is not None:
+            self._ordering.left(state, self.decode_clock)
+            self._put_in_place(successor, state)
+            return successor
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
         self._ordering.left(state, self.decode_clock)
         self._give_back(state, now_s, state.request.cache_hint if ends else None)
+        return None
+
+    def _put_in_place(self, successor: RequestState, state: RequestState) -> None:
+        self._ordering.admitted(successor, 0, self.decode_clock)
+        self.kv.hand_over(state.slot, successor.slot)
+        successor.num_computed_tokens = state.num_computed_tokens
+        self.prefilling[self.prefilling.index(state)] = successor
+        self._free(state)
+
+    def leave_together(self, state: RequestState, now_s: float) -> None:
+        """Take a sequence out with its followers; they stay with it and come back with it."""
+        for follower in reversed(state.followers):
+            self._give_back(follower, now_s, None)
+        followers, state.followers = state.followers, []
+        self.leave(state, now_s, ends=False)
+        state.followers = followers
 
     def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""
         self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
         self.kv.release(state.slot, now_s, hint)
+        self._free(state)
+
+    def _free(self, state: RequestState) -> None:
         self._free_slots.append(state.slot)
         state.slot = -1
 
@@ -130,7 +205,8 @@ class RunningSet:
             InvariantError: they disagree (a bug of ours).
         """
         self.kv.check()
-        running = [*self.prefilling, *self.decoding.states[: self.decoding.size]]
+        leading = [member for state in self.prefilling for member in state.members]
+        running = [*leading, *self.decoding.states[: self.decoding.size]]
         slots = sorted([state.slot for state in running] + self._free_slots)
         if slots != list(range(len(self.kv.num_owned))):
             raise InvariantError(f"slots are lost or held twice: {slots}")

@@ -10,7 +10,9 @@ Blocks for all known tokens of a request are taken when it starts, so only decod
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +25,16 @@ from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.draft import Draft, Rules
+from expediter.scheduling.draft import Chunks, Draft, Rules
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.running import RunningSet
+
+_EQUAL_IN_A_GROUP: Final = (
+    *("max_tokens", "cache_salt", "priority", "tenant", "slo", "slo_class", "value", "refuse_late", "arrival_s"),
+    "cache_hint",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy.rules.ordering)
         self._running = RunningSet(kv, config.max_num_seqs, policy.rules.ordering)
         self._in_flight: StepPlan | None = None
-        self._in_flight_chunks: list[RequestState] = []
+        self._in_flight_chunks = Chunks([], [])
         self._in_flight_is_full = False
         self._dropped: set[int] = set()  # slots of the plan in flight whose requests have been aborted
         self._next_step = 0
@@ -90,11 +97,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._requests) - len(self._running)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Known tokens without KV, of the queue (cached prefixes counted in full) and of prompts under way."""
+        """Known tokens without KV, of the queue (cached prefixes counted in full) and of prompts under way.
+
+        A group's prompt counts once.
+        """
         under_way = sum(s.num_known_tokens - s.num_computed_tokens for s in self._running.prefilling)
         return self._waiting.num_tokens + under_way
 
@@ -112,15 +122,15 @@ class Scheduler:
         state = self._requests.get(request_id)
         order: dict[str, Detail] = {}
         if state is not None and state.status is not Status.RUNNING:
-            waiting = [s for s in self._requests.values() if s.status is not Status.RUNNING]
-            order = self._waiting.place_among(state, waiting, now_s)
+            waiting = [s for s in self._requests.values() if s.status is not Status.RUNNING and s.leader is None]
+            order = self._waiting.place_among(state.leader or state, waiting, now_s)
         return self._explanations.of(request_id, now_s, order)
 
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
         """Waiting requests by what held them when the last step was planned; together `num_waiting`."""
         counts = {reason.value: count for reason, count in self._refused.items()}
-        rest = len(self._waiting) - sum(counts.values())
+        rest = self.num_waiting - sum(counts.values())
         num_late = min(rest, self.policy.rules.ordering.num_late)
         held_by = self._explanations.held_by or Reason.STEP
         for reason, count in ((Reason.LATE, num_late), (held_by, rest - num_late)):
@@ -131,46 +141,79 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> list[Event]:
-        """Queue a request, or reject it at once if it can never run.
+        """Queue a request, or reject it at once if it can never run; a group of one.
 
         Raises:
             InvariantError: a live request has the same id.
         """
-        if request.request_id in self._requests:
-            raise InvariantError(f"request id {request.request_id!r} is in use")
-        refusal = self._refusal(request)
+        return self.add_group((request,), now_s)
+
+    def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]:
+        """Queue several sequences of one prompt, or reject them at once if they can never run together.
+
+        They start together or not at all. The first one leads: it computes the prompt, then they fork, sharing its full
+        blocks, and each of them is a request like any other. Each has its own events, and can be aborted alone.
+
+        Args:
+            requests: equal but for id, sampling and what may stop them.
+        Raises:
+            InvariantError: a live request has the same id, or they differ in more than they may.
+        """
+        _check_group(requests, self._requests)
+        known = requests[0].prompt.tobytes()
+        leader, *followers = (
+            RequestState(request, self._next_sequence + number, known) for number, request in enumerate(requests)
+        )
+        leader.followers = followers
+        for follower in followers:
+            follower.leader = leader
+        refusal = self._refusal(leader)
         if refusal is not None:
-            self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
-            return [Rejected(request.request_id, now_s, *refusal)]
-        state = RequestState(request, self._next_sequence, request.prompt.tobytes())
-        self._next_sequence += 1
-        self._requests[request.request_id] = state
+            for request in requests:
+                self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
+            return [Rejected(request.request_id, now_s, *refusal) for request in requests]
+        self._next_sequence += len(requests)
+        self._requests.update((state.request_id, state) for state in leader.members)
         self.policy.rules.ordering.tick(self._running.decode_clock)
-        waiting = len(self._waiting), self._waiting.num_tokens
-        self._waiting.push(state, now_s)
+        waiting = self.num_waiting - len(requests), self._waiting.num_tokens
+        self._waiting.push(leader, now_s)
         self._queue_is_stuck = False
-        self._explanations.queued(request.request_id, now_s, self.policy.rules.ordering.place(state), waiting)
-        return [Queued(request.request_id, now_s, request.tenant, request.slo_class, request.slo)]
+        reason, details = self.policy.rules.ordering.place(leader)
+        for request in requests:
+            self._explanations.queued(request.request_id, now_s, (reason, dict(details)), waiting)
+        return [Queued(r.request_id, now_s, r.tenant, r.slo_class, r.slo) for r in requests]
 
     def abort(self, request_id: str, now_s: float, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
-        """End a request in any state; its blocks come back once. An unknown id is no error: it may have ended."""
+        """End a request in any state; its blocks come back once. An unknown id is no error: it may have ended.
+
+        If it led a group, the next in it takes its place.
+        """
         state = self._requests.get(request_id)
         if state is None:
             return []
         if state.status is Status.RUNNING:
             if self._in_flight is not None:
                 self._dropped.add(state.slot)
-            self._running.leave(state, now_s)
+            successor = self._running.leave(state, now_s)
+            if successor is not None:
+                under_way = self._in_flight_chunks.states
+                under_way[:] = [successor if other is state else other for other in under_way]
+        elif state.leader is not None:
+            state.fall_out()
         else:
             self._waiting.remove(state)
+            successor = state.fall_out()
+            if successor is not None:
+                self._waiting.push(successor, now_s)
         return [self._finish(state, now_s, reason)]
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here run to their end."""
         self._draining = True
 
-    def _refusal(self, request: Request) -> tuple[RejectReason, str] | None:
-        total, limit = request.max_total_tokens, self.config.max_model_len
+    def _refusal(self, leader: RequestState) -> tuple[RejectReason, str] | None:
+        total, limit = leader.request.max_total_tokens, self.config.max_model_len
+        num_seqs = len(leader.members)
         if self._draining:
             return RejectReason.SHUTDOWN, "the replica is shutting down"
         if total > limit:
@@ -179,6 +222,20 @@ class Scheduler:
         if self.kv.blocks_for(total - 1) > self.kv.num_blocks:
             capacity = self.kv.num_blocks * self.kv.block_size
             return RejectReason.UNSERVABLE, f"{total - 1} tokens of KV exceed the cache's {capacity}"
+        if num_seqs > self.config.max_num_seqs:
+            return (
+                RejectReason.TOO_MANY_SEQUENCES,
+                f"{num_seqs} sequences of one request exceed max_num_seqs ({self.config.max_num_seqs})",
+            )
+        num_tokens = self.policy.rules.memory.reserve_tokens(leader)
+        own = self._running.follower_blocks(leader, num_tokens) * len(leader.followers)
+        needed = self.kv.blocks_for(num_tokens) + own
+        if needed > self.kv.num_blocks:
+            return (
+                RejectReason.UNSERVABLE,
+                f"{num_seqs} sequences of one request need {needed} blocks to start, the cache has "
+                f"{self.kv.num_blocks}",
+            )
         return None
 
     def _finish(self, state: RequestState, now_s: float, reason: FinishReason) -> Finished:
@@ -240,18 +297,20 @@ class Scheduler:
                 continue  # it has ended or started since
             reason, details = ordering.place(state)
             if state.request.refuse_late and state.first_scheduled_s is None:
-                events.append(self._refuse_late(state, now_s))
+                events += self._refuse_late(state, now_s)
             else:
-                self._explanations.held(state.request_id, found_s, reason, details)
+                for member in state.members:
+                    self._explanations.held(member.request_id, found_s, reason, dict(details))
         return events
 
-    def _refuse_late(self, state: RequestState, now_s: float) -> Rejected:
+    def _refuse_late(self, state: RequestState, now_s: float) -> list[Event]:
         message = "the request cannot meet its targets any more, and it asked to be refused then"
         self._waiting.remove(state)
-        state.move(Status.FINISHED)
-        del self._requests[state.request_id]
-        self._explanations.ended(state.request_id, now_s, Reason.REJECTED, {"cause": message})
-        return Rejected(state.request_id, now_s, RejectReason.LATE, message)
+        for member in state.members:
+            member.move(Status.FINISHED)
+            del self._requests[member.request_id]
+            self._explanations.ended(member.request_id, now_s, Reason.REJECTED, {"cause": message})
+        return [Rejected(member.request_id, now_s, RejectReason.LATE, message) for member in state.members]
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -272,7 +331,7 @@ class Scheduler:
                 f"{len(plan.sampled)} sampled sequences"
             )
         chunked, dropped = self._in_flight_chunks, self._dropped
-        self._in_flight, self._in_flight_chunks, self._dropped = None, [], set()
+        self._in_flight, self._in_flight_chunks, self._dropped = None, Chunks([], []), set()
         self._next_step += plan.num_steps - 1
         self.knowledge.observe(plan, result, is_full=self._in_flight_is_full)
         events: list[Event] = []
@@ -283,7 +342,7 @@ class Scheduler:
                 columns = columns[~np.isin(plan.slots[: plan.num_decodes], list(dropped))]
             if len(columns):
                 ended += self._apply_decodes(result, columns, now_s, events)
-        if chunked:
+        if chunked.states:
             ended += self._apply_chunks(plan, result, chunked, now_s, events)
         events += [self._finish(state, now_s, _finish_reason(state)) for state in ended]
         return events
@@ -297,22 +356,16 @@ class Scheduler:
         return self._running.advance(tokens, now_s)
 
     def _apply_chunks(
-        self, plan: StepPlan, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]
+        self, plan: StepPlan, result: StepResult, chunked: Chunks, now_s: float, events: list[Event]
     ) -> list[RequestState]:
-        sampled = set(plan.sampled[plan.num_decodes :].tolist())
-        column = plan.num_decodes
-        caught_up: list[RequestState] = []
-        columns: list[int] = []
-        for index, state in enumerate(states, start=plan.num_decodes):
-            samples = index in sampled
+        for index, state in enumerate(chunked.states, start=plan.num_decodes):
             if state.status is Status.RUNNING:  # else aborted in flight
                 self._running.compute(state, int(plan.lengths[index]))
-                if samples:
-                    caught_up.append(state)
-                    columns.append(column)
-            column += samples
-        if not caught_up:
+        sampled = enumerate(chunked.sampled, start=plan.num_decodes)
+        columns = [column for column, state in sampled if state.status is Status.RUNNING]
+        if not columns:
             return []
+        caught_up = [chunked.sampled[column - plan.num_decodes] for column in columns]
         tokens = result.tokens[:, columns]
         for state, token in zip(caught_up, tokens[0].tolist(), strict=True):
             state.append(token)
@@ -375,10 +428,30 @@ class Scheduler:
             InvariantError: they disagree (a bug of ours).
         """
         self._running.check()
-        if len(self._running) + len(self._waiting) != len(self._requests):
+        queued = [state for state in self._requests.values() if state.status is not Status.RUNNING]
+        if len(queued) + len(self._running) != len(self._requests):
             raise InvariantError(
-                f"{len(self._requests)} live requests, {len(self._running)} running and {len(self._waiting)} waiting"
+                f"{len(self._requests)} live requests, {len(self._running)} running and {len(queued)} waiting"
             )
+        if sum(state.leader is None for state in queued) != len(self._waiting):
+            raise InvariantError(f"{len(self._waiting)} groups are queued, {len(queued)} requests wait")
+        for state in self._requests.values():
+            leader = state.leader
+            if leader is not None and (state not in leader.followers or state.status is not leader.status):
+                raise InvariantError(f"{state.request_id} is {state.status.value} apart from its leader")
+
+
+def _check_group(requests: Sequence[Request], live: Mapping[str, RequestState]) -> None:
+    first = requests[0]
+    for request in requests:
+        if request.request_id in live:
+            raise InvariantError(f"request id {request.request_id!r} is in use")
+        is_like_it = all(getattr(request, name) == getattr(first, name) for name in _EQUAL_IN_A_GROUP)
+        same_prompt = request.prompt is first.prompt or np.array_equal(request.prompt, first.prompt)
+        if not (is_like_it and same_prompt):
+            raise InvariantError(f"requests {first.request_id} and {request.request_id} cannot be one group")
+    if len({request.request_id for request in requests}) < len(requests):
+        raise InvariantError("two requests of a group have one id")
 
 
 def _stops(state: RequestState) -> bool:

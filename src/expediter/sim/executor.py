@@ -17,7 +17,8 @@ class SimulatedExecutor:
     """`Executor` over a step-time model.
 
     Output tokens depend on the request and on their position alone, and no two requests of one scheduler share any, so
-    outputs never give false prefix hits. Nothing is computed: wrong blocks go unnoticed here (see
+    outputs never give false prefix hits. Copies of blocks take no time: one is some microseconds of a GPU's bandwidth.
+    Nothing is computed: wrong blocks go unnoticed here (see
     `testing.FakeExecutor`).
 
     Args:
@@ -79,4 +80,4 @@ class SimulatedExecutor:
         if not len(sampled):
             return np.empty((1, 0), np.int32)
         positions = plan.starts[sampled] + plan.lengths[sampled]
-        return output_tokens(self._bases[plan.slots[sampled]], positions, plan.num_steps)
+        return output_tokens(self._bases[plan.sample_slots], positions, plan.num_steps)

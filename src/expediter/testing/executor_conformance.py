@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from expediter.core.ports import Executor, ExecutorLimits
+from expediter.core.request import SamplingParams
 from expediter.testing.plan_driver import DrivenSequence, PlanDriver
 
 
@@ -147,6 +148,53 @@ class ExecutorConformance:
         driver.generate(other, 3)
         resumed = driver.admit(prompt, output=before)
         self.assert_same(before + driver.generate(resumed, 4, chunk=5), self.alone(prompt, 11))
+
+    @pytest.mark.parametrize("length", [3, 8, 9, 15])
+    @pytest.mark.parametrize("chunk", [4, 20])
+    def test_sequences_of_one_prompt_fork(self, driver: PlanDriver, length: int, chunk: int) -> None:
+        """At a block edge and inside a block: they share the prompt's full blocks and have the rest for themselves."""
+        prompt = _prompt(13, length)
+        leader = driver.admit(prompt)
+        group = [leader, driver.follow(leader), driver.follow(leader)]
+        while not leader.output:
+            driver.step((leader, min(leader.num_missing, chunk)))
+        assert [len(sequence.output) for sequence in group] == [1, 1, 1]
+        for _ in range(6):
+            driver.step(*[(sequence, 1) for sequence in group])
+        for sequence in group:
+            assert sequence.blocks[: length // 4] == leader.blocks[: length // 4]
+            self.assert_same(sequence.output, self.alone(prompt, 7))
+        assert len({sequence.blocks[length // 4] for sequence in group}) == 3
+
+    def test_who_forks_goes_on_without_the_others(self, driver: PlanDriver) -> None:
+        """The leader ends with its first token, and its blocks are written again in the step that copies them."""
+        prompt = _prompt(14, 10)
+        leader = driver.admit(prompt)
+        follower, aborted = driver.follow(leader), driver.follow(leader)
+        driver.step((leader, 10))
+        driver.release(leader, shared=follower.blocks)
+        driver.release(aborted, shared=follower.blocks)
+        newcomer = driver.admit(_prompt(15, 12))
+        driver.step((newcomer, 12))
+        driver.generate(follower, 5)
+        self.assert_same(follower.output, self.alone(prompt, 6))
+        self.assert_same(driver.generate(newcomer, 3), self.alone(_prompt(15, 12), 4)[1:])
+
+    def test_each_sequence_is_sampled_by_its_own_parameters(self, driver: PlanDriver) -> None:
+        prompt, seeds = _prompt(16, 6), (5, 6, 7)
+        alone = []
+        for seed in seeds:
+            fresh = PlanDriver(self.make_executor(self.LIMITS))
+            alone.append(fresh.generate(fresh.admit(prompt, SamplingParams(seed=seed)), 6))
+        leader = driver.admit(prompt, SamplingParams(seed=seeds[0]))
+        group = [leader, *(driver.follow(leader, SamplingParams(seed=seed)) for seed in seeds[1:])]
+        driver.step((leader, 6))
+        for _ in range(5):
+            driver.step(*[(sequence, 1) for sequence in group])
+        for sequence, expected in zip(group, alone, strict=True):
+            self.assert_same(sequence.output, expected)
+        if self.reads_kv:
+            assert alone[0] != alone[1] != alone[2]
 
     def test_longest_sequence_that_the_limits_allow(self, executor: Executor, driver: PlanDriver) -> None:
         longest = executor.limits.max_model_len

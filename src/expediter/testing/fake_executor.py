@@ -19,18 +19,23 @@ _TOKEN_FACTOR: Final = 0x9E3779B97F4A7C15
 _POSITION_FACTOR: Final = 0xC2B2AE3D27D4EB4F
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
+_ANYWHERE: Final = -2
+"""Where a follower goes on: behind its leader, wherever that one stands."""
 
 
-def toy_generate(prompt: TokenArray | list[int], num_tokens: int, vocab_size: int) -> list[int]:
+def toy_generate(
+    prompt: TokenArray | list[int], num_tokens: int, vocab_size: int, seed: int | None = None
+) -> list[int]:
     """Return what the toy model generates after `prompt`, computed from the prompt alone.
 
     Shares no code with the blocks of `FakeExecutor`: plain integers, one token at a time. The KV content of position p
-    is content(p - 1) + mix(token, p); the next token is mix(sum of (2p + 1) * content(p)) modulo the vocabulary.
+    is content(p - 1) + mix(token, p); the next token is mix(sum of (2p + 1) * content(p) + seed) modulo the vocabulary.
 
     Args:
         prompt: token ids, at least one.
         num_tokens: how many tokens to generate, stop tokens ignored.
         vocab_size: of the `FakeExecutor` to compare with.
+        seed: of the request's sampling; no seed counts as 0.
     """
     tokens = [int(token) for token in prompt]
     output: list[int] = []
@@ -41,7 +46,7 @@ def toy_generate(prompt: TokenArray | list[int], num_tokens: int, vocab_size: in
             content = (content + _mix_int(token * _TOKEN_FACTOR + (position + 1) * _POSITION_FACTOR)) & _MASK
             digest = (digest + (2 * position + 1) * content) & _MASK
             position += 1
-        tokens = [_mix_int(digest) % vocab_size]
+        tokens = [_mix_int(digest + (seed or 0) * _TOKEN_FACTOR) % vocab_size]
         output += tokens
     return output
 
@@ -61,7 +66,7 @@ def _mix(values: _U64) -> _U64:
 
 
 class FakeExecutor:
-    """`Executor` over the toy model of `toy_generate`: deterministic, numpy only, greedy whatever the sampling says.
+    """`Executor` over the toy model of `toy_generate`: deterministic, numpy only. Of the sampling only the seed counts.
 
     Each KV slot holds the chained content of its position. A step reads the content before its first token and the
     whole context through the block table; a block that is missing, stale, shared by mistake or in the wrong order
@@ -75,7 +80,8 @@ class FakeExecutor:
         clock: advanced by each step's duration, step by step.
     Raises:
         InvariantError: from `execute`, when the plan itself is inconsistent: a slot twice, an entry that does not go
-            on where its sequence stopped, a block id or token out of range, one KV slot written by two entries.
+            on where its sequence stopped, a block id or token out of range, one KV slot written by two entries, a
+            copy whose source is overwritten or whose destination is named twice.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class FakeExecutor:
         num_kv_slots = limits.num_blocks * limits.block_size
         self._kv: _U64 = _mix(np.arange(1, num_kv_slots + 1, dtype=np.uint64))
         self._computed = np.full(limits.max_num_seqs, -1, dtype=np.int64)
+        self._seeds: _U64 = np.zeros(limits.max_num_seqs, dtype=np.uint64)
         self.num_steps_executed = 0
         """Single steps run so far; a plan counts for its `num_steps`."""
 
@@ -97,11 +104,14 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan on the toy model; see the class for what makes it raise InvariantError."""
         self._check(plan)
+        self._copy(plan.copies)
         tokens = np.empty((plan.num_steps, len(plan.sampled)), dtype=np.int32)
-        tokens[0] = self._forward(plan, plan.starts, plan.tokens)[plan.sampled]
+        tokens[0] = self._sample(plan, self._forward(plan, plan.starts, plan.tokens))
         for step in range(1, plan.num_steps):
-            tokens[step] = self._forward(plan, plan.starts + np.int32(step), tokens[step - 1])
-        self._computed[plan.slots] = plan.starts + plan.lengths + (plan.num_steps - 1)
+            tokens[step] = self._sample(plan, self._forward(plan, plan.starts + np.int32(step), tokens[step - 1]))
+        ends = plan.starts + plan.lengths + (plan.num_steps - 1)
+        self._computed[plan.slots] = ends
+        self._computed[plan.sample_slots] = ends[plan.sampled]
         self.num_steps_executed += plan.num_steps
         return StepResult(step_id=plan.step_id, tokens=tokens, elapsed_s=self._elapse(plan))
 
@@ -125,15 +135,17 @@ class FakeExecutor:
         if not len(self._kv):
             raise InvariantError("executor is closed")
         for admission in plan.admitted:
-            self._computed[admission.slot] = admission.num_cached_tokens
+            self._seeds[admission.slot] = (admission.state.request.sampling.seed or 0) & _MASK
+            is_follower = admission.num_cached_tokens == len(admission.tokens)
+            self._computed[admission.slot] = _ANYWHERE if is_follower else admission.num_cached_tokens
         if len(np.unique(plan.slots)) != plan.num_seqs:
             raise InvariantError("a slot appears twice in one plan")
         if plan.slots.min() < 0 or plan.slots.max() >= limits.max_num_seqs:
             raise InvariantError("slot out of range")
-        if (self._computed[plan.slots] != plan.starts).any():
+        stopped = self._computed[plan.slots]
+        if ((stopped != plan.starts) & (stopped != _ANYWHERE)).any():
             raise InvariantError(
-                f"entries start at {plan.starts.tolist()}, their sequences stopped at "
-                f"{self._computed[plan.slots].tolist()}"
+                f"entries start at {plan.starts.tolist()}, their sequences stopped at {stopped.tolist()}"
             )
         if (
             len(plan.tokens) != plan.lengths.sum()
@@ -147,9 +159,22 @@ class FakeExecutor:
             raise InvariantError("sequence exceeds max_model_len")
         if plan.num_steps > 1 and not (plan.num_decodes == plan.num_seqs == len(plan.sampled)):
             raise InvariantError("only steps in which every entry is a sampled decode can be repeated")
+        if plan.sample_slots.shape != plan.sampled.shape or len(np.unique(plan.sample_slots)) != len(plan.sampled):
+            raise InvariantError("a plan samples twice for one slot, or for none")
 
-    def _forward(self, plan: StepPlan, starts: IntArray, tokens: TokenArray) -> TokenArray:
-        """Write the new tokens' KV and return the next token of every entry, int32, shape [num_seqs]."""
+    def _copy(self, copies: IntArray) -> None:
+        sources, destinations = copies
+        if len(np.unique(destinations)) != len(destinations) or np.isin(sources, destinations).any():
+            raise InvariantError("a copy overwrites another's source or destination")
+        blocks = self._kv.reshape(-1, self._limits.block_size)
+        blocks[destinations] = blocks[sources]
+
+    def _sample(self, plan: StepPlan, digests: _U64) -> TokenArray:
+        seeds = self._seeds[plan.sample_slots] * np.uint64(_TOKEN_FACTOR)
+        return (_mix(digests[plan.sampled] + seeds) % np.uint64(self._limits.vocab_size)).astype(np.int32)
+
+    def _forward(self, plan: StepPlan, starts: IntArray, tokens: TokenArray) -> _U64:
+        """Write the new tokens' KV and return the digest of every entry's context, uint64, shape [num_seqs]."""
         ends = starts + plan.lengths
         slots_of_context = self._kv_slots(plan, int(ends.max()))
         row_of_token = np.repeat(np.arange(plan.num_seqs), plan.lengths)
@@ -174,10 +199,9 @@ class FakeExecutor:
         if (slots_of_context[known] < 0).any() or (slots_of_context[known] >= len(self._kv)).any():
             raise InvariantError("block id out of range")
         contents = self._kv[np.where(known, slots_of_context, 0)]
-        digests = np.where(known, contents * (np.uint64(2) * positions + np.uint64(1)), np.uint64(0)).sum(
-            axis=1, dtype=np.uint64
-        )
-        return (_mix(digests) % np.uint64(self._limits.vocab_size)).astype(np.int32)
+        weights = np.uint64(2) * positions + np.uint64(1)
+        digests: _U64 = np.where(known, contents * weights, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        return digests
 
     def _kv_slots(self, plan: StepPlan, num_positions: int) -> npt.NDArray[np.int64]:
         """Return where each position of each entry lies in the pool, int64, shape [num_seqs, >= num_positions].

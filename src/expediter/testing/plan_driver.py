@@ -21,6 +21,7 @@ class DrivenSequence:
         state: as the executor sees it; `output` grows with every sampled token.
         blocks: logical block -> block id.
         num_computed: tokens whose KV exists.
+        followers: sequences that fork from this one once it has caught up.
         logprobs: one entry per output token sampled through the driver.
     """
 
@@ -29,6 +30,7 @@ class DrivenSequence:
     blocks: list[int]
     num_computed: int
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    followers: list[DrivenSequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -37,6 +39,11 @@ class DrivenSequence:
     @property
     def output(self) -> list[int]:
         return self.state.output
+
+    @property
+    def members(self) -> list[DrivenSequence]:
+        """This one and its followers."""
+        return [self, *self.followers]
 
     @property
     def num_missing(self) -> int:
@@ -60,6 +67,7 @@ class PlanDriver:
         columns = min(-(-limits.max_model_len // limits.block_size), limits.num_blocks)
         self._block_tables = np.full((limits.max_num_seqs, columns), -1, dtype=np.int32)
         self._admitted: list[Admission] = []
+        self._copies: list[tuple[int, int]] = []
         self._num_requests = 0
         self._step_id = 0
         self.last_plan: StepPlan | None = None
@@ -101,10 +109,28 @@ class PlanDriver:
         self._admitted.append(Admission(sequence.slot, state, tokens, num_cached))
         return sequence
 
-    def release(self, sequence: DrivenSequence) -> None:
-        """Free the slot and the blocks of a sequence that ended or is preempted."""
+    def follow(self, leader: DrivenSequence, sampling: SamplingParams = GREEDY) -> DrivenSequence:
+        """Enter a sequence with the prompt of another that has not caught up: they fork when it does."""
+        follower = self.admit(leader.state.request.prompt, sampling)
+        self._admitted[-1] = self._admitted[-1]._replace(num_cached_tokens=len(leader.tokens))
+        leader.followers.append(follower)
+        return follower
+
+    def _fork(self, leader: DrivenSequence) -> None:
+        full = leader.num_computed // self._block_size
+        for follower in leader.followers:
+            follower.num_computed = leader.num_computed
+            follower.blocks = leader.blocks[:full]
+            self._block_tables[follower.slot, :full] = follower.blocks
+            if leader.num_computed % self._block_size:
+                self._grow(follower, leader.num_computed)
+                self._copies.append((leader.blocks[full], follower.blocks[full]))
+        leader.followers = []
+
+    def release(self, sequence: DrivenSequence, *, shared: Sequence[int] = ()) -> None:
+        """Free the slot and the blocks of a sequence that ended or is preempted, but for those still `shared`."""
         self._free_slots.insert(0, sequence.slot)
-        self._free_blocks = sorted({*self._free_blocks, *sequence.blocks})
+        self._free_blocks = sorted({*self._free_blocks, *sequence.blocks} - set(shared))
 
     def step(self, *entries: tuple[DrivenSequence, int], num_steps: int = 1) -> StepResult:
         """Run one plan; each entry computes so many tokens of its sequence. Outputs are appended.
@@ -116,10 +142,13 @@ class PlanDriver:
         result = self._executor.execute(plan)
         if result.step_id != plan.step_id or result.tokens.shape != (num_steps, len(plan.sampled)):
             raise InvariantError(f"result of step {plan.step_id} has shape {result.tokens.shape}")
+        by_slot = {member.slot: member for sequence, _ in ordered for member in sequence.members}
         for sequence, num_new in ordered:
             sequence.num_computed += num_new + num_steps - 1
-        for column, entry in enumerate(plan.sampled):
-            sequence = ordered[entry][0]
+            if not sequence.num_missing:
+                self._fork(sequence)
+        for column, slot in enumerate(plan.sample_slots.tolist()):
+            sequence = by_slot[slot]
             sequence.state.output += result.tokens[:, column].tolist()
             sequence.logprobs.append(None if result.logprobs is None else result.logprobs[column])
         return result
@@ -135,7 +164,7 @@ class PlanDriver:
         starts = [sequence.num_computed for sequence, _ in ordered]
         lengths = [num_new for _, num_new in ordered]
         tokens = [t for s, n in ordered for t in s.tokens[s.num_computed : s.num_computed + n]]
-        sampled = [i for i, (sequence, n) in enumerate(ordered) if n == sequence.num_missing]
+        samples = [(i, m.slot) for i, (s, n) in enumerate(ordered) if n == s.num_missing for m in s.members]
         chunks = range(len(decodes), len(ordered))
         features = StepFeatures(
             num_tokens=len(tokens),
@@ -151,14 +180,17 @@ class PlanDriver:
             starts=np.array(starts, dtype=np.int32),
             lengths=np.array(lengths, dtype=np.int32),
             tokens=np.array(tokens, dtype=np.int32),
-            sampled=np.array(sampled, dtype=np.intp),
+            sampled=np.array([entry for entry, _ in samples], dtype=np.intp),
             block_tables=self._block_tables,
             features=features,
             admitted=tuple(self._admitted),
             events=[],
+            sample_slots=np.array([slot for _, slot in samples], dtype=np.int32),
+            copies=np.array(self._copies, dtype=np.int32).reshape(-1, 2).T,
             num_steps=num_steps,
         )
         self._admitted.clear()
+        self._copies.clear()
         self._step_id += 1
         self.last_plan = plan
         return plan, ordered

@@ -31,11 +31,25 @@ from expediter.testing.fake_executor import FakeExecutor, toy_generate
 
 def expected_output(request: Request, vocab_size: int) -> list[int]:
     """Return what the toy model answers to `request`, cut where a stop token or `max_tokens` ends it."""
-    output = toy_generate(request.prompt, request.max_tokens, vocab_size)
+    output = toy_generate(request.prompt, request.max_tokens, vocab_size, request.sampling.seed)
     for count, token in enumerate(output, start=1):
         if token in request.stop_token_ids and count >= request.min_tokens:
             return output[:count]
     return output
+
+
+def sequences_of(request: Request, n: int) -> list[Request]:
+    """Return `n` sequences of a request: itself, and copies with ids "ID.1", "ID.2" and seeds of their own."""
+    return [
+        request
+        if number == 0
+        else replace(
+            request,
+            request_id=f"{request.request_id}.{number}",
+            sampling=replace(request.sampling, seed=(request.sampling.seed or 0) + number),
+        )
+        for number in range(n)
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +64,9 @@ class DrivenRequest:
         num_tokens_run: tokens computed for it in all, repetitions after preemptions included.
         num_bypassed: requests admitted past it while it waited.
         is_decoding: it has caught up, so every step owes it a token.
+        leader: who computes its prompt, until the group forks.
+        followers: whose prompt it computes.
+        heir: who leads its group since it ended.
         finished: its terminal event, None while it lives.
     """
 
@@ -66,10 +83,42 @@ class DrivenRequest:
     is_decoding: bool = False
     has_first_token: bool = False
     finished: Finished | None = None
+    leader: DrivenRequest | None = None
+    followers: list[DrivenRequest] = field(default_factory=list)
+    heir: DrivenRequest | None = None
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def members(self) -> list[DrivenRequest]:
+        """This one and its followers."""
+        return [self, *self.followers]
+
+    @property
+    def last_heir(self) -> DrivenRequest:
+        """Who does now what this one was planned to do."""
+        return self if self.heir is None else self.heir.last_heir
+
+    def fall_out(self) -> None:
+        """Leave the group; the next one takes over what was computed if this one led it."""
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+            self.leader = None
+        elif self.followers:
+            heir, *others = self.followers
+            self.followers, self.heir = [], heir
+            heir.leader, heir.followers = None, others
+            heir.num_computed_tokens, heir.num_bypassed = self.num_computed_tokens, self.num_bypassed
+            for other in others:
+                other.leader = heir
+
+    def fork(self) -> None:
+        """Part with the followers, which have what this one computed."""
+        for follower in self.followers:
+            follower.leader, follower.num_computed_tokens = None, self.num_computed_tokens
+        self.followers = []
 
     @property
     def known_tokens(self) -> list[int]:
@@ -105,6 +154,7 @@ class SchedulerDriver:
     - blocks, slots and queues are consistent, and counts agree with what the events say;
     - budget, slots, watermark, `max_preemptions` and `max_bypasses` are kept, and no sequence is twice in a batch;
     - every decoding request gets its token in every step, and no plan is empty while there is work;
+    - the sequences of a group run together or not at all until they fork, and only the leader computes till then;
     - entries go on where their sequence stopped, and the step's features are those of its entries;
     - only strictly lower priorities are displaced, and only for somebody who then runs;
     - events come in a legal order, with one terminal event per request and nothing after it;
@@ -184,41 +234,53 @@ class SchedulerDriver:
         priority: int = 0,
         cache_salt: str = "",
         arrival_s: float | None = None,
+        n: int = 1,
     ) -> bool:
-        """Make a request, arrived now unless told otherwise, and `add` it."""
-        return self.add(
-            Request(
-                request_id=request_id,
-                prompt=np.array(prompt, np.int32),
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival_s=self.now_s if arrival_s is None else arrival_s,
-            )
-        )
+        """Make a request, arrived now unless told otherwise, and `add` it.
 
-    def add(self, request: Request) -> bool:
-        """Queue a request; return False if it was rejected."""
-        events = self.scheduler.add(request, self.now_s)
-        _require(len(events) == 1, f"add reports one event, not {len(events)}")
+        Args:
+            n: its sequences: ids are "ID", "ID.1", "ID.2", seeds none, 1, 2 and so on.
+        """
+        request = Request(
+            request_id=request_id,
+            prompt=np.array(prompt, np.int32),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_s=self.now_s if arrival_s is None else arrival_s,
+        )
+        return self.add(*sequences_of(request, n))
+
+    def add(self, *requests: Request) -> bool:
+        """Queue a request, or a group of them; return False if it was rejected."""
+        events = self.scheduler.add_group(requests, self.now_s)
         self.events += events
-        match events[0]:
-            case Queued(request_id=request_id):
-                state = self.scheduler.find(request_id)
-                _require(state is not None and state.request is request, f"{request_id} is queued but not to be found")
-                assert state is not None
-                key = (self.scheduler.policy.rules.ordering.urgency(state, self.now_s), state.sequence)
-                self.requests.pop(request_id, None)
-                expected = expected_output(request, self.executor.limits.vocab_size)
-                self.requests[request_id] = DrivenRequest(request, expected, key)
-            case Rejected(request_id=request_id) as rejected:
-                self.rejected[request_id] = rejected
-            case other:
-                raise InvariantError(f"add reports {other}")
+        told = [event.request_id for event in events if isinstance(event, Queued | Rejected)]
+        _require(told == [r.request_id for r in requests], f"add reports {events}")
+        if all(isinstance(event, Rejected) for event in events):
+            self.rejected.update((event.request_id, event) for event in events if isinstance(event, Rejected))
+            self.check()
+            return False
+        _require(all(isinstance(event, Queued) for event in events), f"add reports {events}")
+        group = [self._queued(request) for request in requests]
+        group[0].followers = group[1:]
+        for follower in group[1:]:
+            follower.leader, follower.queue_key = group[0], group[0].queue_key
         self.check()
-        return isinstance(events[0], Queued)
+        return True
+
+    def _queued(self, request: Request) -> DrivenRequest:
+        name = request.request_id
+        state = self.scheduler.find(name)
+        _require(state is not None and state.request is request, f"{name} is queued but not to be found")
+        assert state is not None
+        urgency = self.scheduler.policy.rules.ordering.urgency(state, self.now_s) if state.leader is None else ()
+        self.requests.pop(name, None)
+        expected = expected_output(request, self.executor.limits.vocab_size)
+        driven = self.requests[name] = DrivenRequest(request, expected, (urgency, state.sequence))
+        return driven
 
     def abort(self, request_id: str) -> None:
         """Abort a request in whatever state it is; ids that are not live change nothing."""
@@ -251,14 +313,17 @@ class SchedulerDriver:
         """Apply the result of the plan in flight."""
         num_steps = len(result.tokens)
         self.now_s += num_steps - 1
-        alive = [(request, length) for request, length in self._entries if request.finished is None]
+        entries = [(request.last_heir, length) for request, length in self._entries]
+        alive = [(request, length) for request, length in entries if request.finished is None]
         owed: list[tuple[DrivenRequest, int]] = []
         for request, length in alive:
-            num_known, num_output = len(request.known_tokens), len(request.output)
+            num_known = len(request.known_tokens)
             request.num_computed_tokens += length + num_steps - 1
             request.num_tokens_run += length + num_steps - 1
             has_caught_up = request.num_computed_tokens == num_known + num_steps - 1
-            owed.append((request, num_output + (num_steps if has_caught_up else 0)))
+            owed += [(other, len(other.output) + num_steps * has_caught_up) for other in request.members]
+            if has_caught_up:
+                request.fork()
         self._entries = []
         self._record(self.scheduler.apply(result, self.now_s))
         for request, num_output in owed:
@@ -306,8 +371,10 @@ class SchedulerDriver:
         live = self.live
         running = [r for r in live if r.is_running]
         waiting = [r for r in live if not r.is_running]
-        pending = sum(len(r.known_tokens) for r in waiting)
-        pending += sum(len(r.known_tokens) - r.num_computed_tokens for r in running if not r.is_decoding)
+        leaders = [r for r in live if r.leader is None]
+        for r in leaders:
+            _require(all(f.is_running == r.is_running for f in r.followers), f"{r.request_id} and followers are apart")
+        pending = sum(len(r.known_tokens) - r.num_computed_tokens for r in leaders if not r.is_decoding)
         counts = (scheduler.num_running, scheduler.num_waiting, scheduler.num_pending_tokens)
         _require(
             counts == (len(running), len(waiting), pending),
@@ -328,7 +395,7 @@ class SchedulerDriver:
         _require([a.state.request_id for a in plan.admitted] == admitted, "admissions and their events differ")
         _require(not set(admitted) & set(preempted), "a request is preempted and admitted in one plan")
         _require(not plan.is_empty or not self.scheduler.has_work, "an empty plan, though there is work")
-        if admitted and self.scheduler.num_running > 1:
+        if admitted and sum(r.is_running and r.leader is None for r in self.live) > 1:
             available = self.scheduler.kv.num_available_blocks
             _require(available >= config.watermark_blocks, f"admission left {available} blocks available")
         for event in plan.events:
@@ -338,9 +405,10 @@ class SchedulerDriver:
                     any(self.requests[other].request.priority < value for other in admitted),
                     f"{event.request_id} was displaced for nobody of strictly higher priority",
                 )
+        leaders = [r for name in admitted if (r := self.requests[name]).leader is None]
         for request in waiting:
-            if not request.is_running:
-                request.num_bypassed += sum(self.requests[other].queue_key > request.queue_key for other in admitted)
+            if not request.is_running and request.leader is None:
+                request.num_bypassed += sum(other.queue_key > request.queue_key for other in leaders)
                 _require(
                     request.num_bypassed <= config.max_bypasses,
                     f"{request.request_id} was bypassed {request.num_bypassed} times, limit {config.max_bypasses}",
@@ -374,6 +442,7 @@ class SchedulerDriver:
         _require(decodes == owed, f"{sorted(owed)} decode, but the plan gives a token to {sorted(decodes)}")
         tokens: list[int] = []
         sampled: list[int] = []
+        owners: list[str] = []
         context, attention = 0, 0.0
         for index, (request, length) in enumerate(self._entries):
             start, known = request.num_computed_tokens, request.known_tokens
@@ -384,14 +453,18 @@ class SchedulerDriver:
                 length >= 1 and plan.starts[index] == start, f"{request.request_id} does not go on where it stopped"
             )
             tokens += known[start : start + length]
+            _require(request.leader is None, f"{request.request_id} computes though its leader does")
             if start + length == len(known):
-                sampled.append(index)
+                sampled += [index] * len(request.members)
+                owners += [member.request_id for member in request.members]
             if index < plan.num_decodes:
                 context += start + 1
             else:
                 attention += length * (start + length / 2)
         _require(plan.tokens.tolist() == tokens, "the plan's tokens are not those of its requests")
         _require(plan.sampled.tolist() == sampled, "the plan samples others than those that catch up")
+        named = [self._by_slot[slot].request_id for slot in plan.sample_slots.tolist()]
+        _require(named == owners, f"the plan samples for {named}, not for {owners}")
         features = StepFeatures(len(tokens), len(requests), plan.num_decodes, context, attention)
         _require(plan.features == features, f"features are {plan.features}, the entries say {features}")
 
@@ -418,9 +491,10 @@ class SchedulerDriver:
                 _require(not request.is_running, f"{name} is admitted twice")
                 _require(resumed == bool(request.admissions), f"{name}: resumed is {resumed}")
                 _require(num_known == len(request.known_tokens), f"{name} is admitted with {num_known} tokens")
-                _require(0 <= num_cached < num_known, f"{name}: {num_cached} of {num_known} tokens cached")
+                most = num_known - (request.leader is None)
+                _require(0 <= num_cached <= most, f"{name}: {num_cached} of {num_known} tokens cached")
                 request.is_running = True
-                request.num_computed_tokens = num_cached
+                request.num_computed_tokens = num_cached if request.leader is None else 0
                 request.admissions.append(num_cached)
             case Preempted(num_lost_tokens=num_lost):
                 _require(request.is_running, f"{name} is preempted while it waits")
@@ -436,6 +510,7 @@ class SchedulerDriver:
             case Finished():
                 self._check_end(request, event)
                 request.finished = event
+                request.fall_out()
                 request.is_running = request.is_decoding = False
 
     def _record_tokens(self, event: Tokens) -> None:

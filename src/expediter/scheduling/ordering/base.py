@@ -76,7 +76,7 @@ class Ordering(Protocol):
         ...
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:
-        """A request has entered the running set with that many tokens to compute."""
+        """A request has entered the running set with that many tokens to compute; a follower does when it forks."""
         ...
 
     def joined(self, state: RequestState, decode_clock: int) -> None:
