@@ -30,9 +30,9 @@ Tokens = npt.NDArray[np.int32]
 class Cache:
     """A pool and its tree, filled as the module says."""
 
-    def __init__(self, num_sequences: int) -> None:
+    def __init__(self, num_sequences: int, *, spare_blocks: int = 60_000) -> None:
         self.rng = np.random.default_rng(0)
-        self.pool = BlockPool(num_sequences * 16 + 100 * 32 + 60_000)
+        self.pool = BlockPool(num_sequences * 16 + 100 * 32 + spare_blocks)
         self.tree = RadixTree(self.pool, _BLOCK_SIZE)
         prefixes = [self.new_tokens(512) for _ in range(100)]
         for index in range(num_sequences):
@@ -50,6 +50,17 @@ class Cache:
         self.tree.insert(raw, "", blocks, match.num_blocks)
         self.tree.num_evictable += len(self.pool.disown(blocks))
         self.tree.touch(int(blocks[-1]))
+
+    def insert_new(self, length: int) -> float:
+        """Insert a prompt that nobody shares; return what that took, in microseconds."""
+        raw, count = self.new_tokens(length).tobytes(), length // _BLOCK_SIZE
+        if self.pool.num_free < count:
+            self.pool.push(self.tree.evict(count))
+        blocks = self.pool.pop(count)
+        taken = cpu_us(lambda: self.tree.insert(raw, "", blocks, 0))
+        self.tree.num_evictable += len(self.pool.disown(blocks))
+        self.tree.touch(int(blocks[-1]))
+        return taken
 
     def put_chain(self, tokens: Tokens) -> None:
         """Insert a sequence and branches off it, so that it lies along `_CHAIN` nodes."""
@@ -81,16 +92,8 @@ def measure_match(cache: Cache, rounds: int) -> list[Row]:
 def measure_insert(cache: Cache, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for length in _LENGTHS:
-        samples: list[float] = []
-        for _ in range(min(rounds, 40_000 * _BLOCK_SIZE // length)):
-            raw = cache.new_tokens(length).tobytes()
-            blocks = cache.pool.pop(length // _BLOCK_SIZE)
-            samples.append(cpu_us(lambda tree=cache.tree, raw=raw, blocks=blocks: tree.insert(raw, "", blocks, 0)))  # type: ignore[misc] # bound now
-            cache.tree.num_evictable += len(cache.pool.disown(blocks))
-            cache.tree.touch(int(blocks[-1]))
-            cache.pool.push(cache.tree.evict(0))
+        samples = [cache.insert_new(length) for _ in range(rounds)]
         rows.append({"operation": "insert, new", "tokens": length, **spread(samples)})
-        cache = Cache(1000)
     return rows
 
 

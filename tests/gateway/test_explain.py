@@ -94,7 +94,7 @@ def test_why_a_request_waits_and_waited(one_slot: LiveServer) -> None:
 
 
 def test_a_request_is_its_tenants(one_slot: LiveServer) -> None:
-    done = one_slot.complete("x", headers={**ALICE, "X-Request-Id": "same"}, max_tokens=1, n=2)
+    done = one_slot.complete(["x", "y"], headers={**ALICE, "X-Request-Id": "same"}, max_tokens=1)
     ids = [entry["request_id"] for entry in one_slot.get("/requests/same", headers=ALICE).json["requests"]]
     assert len(ids) == 2
     for name in ("same", done.json["id"], *ids):

@@ -17,7 +17,7 @@ from expediter.assembly.simulation import SimulationConfig, build_simulation, si
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import Request
-from expediter.core.slo import Slo
+from expediter.core.slo import Slo, SloClass
 from expediter.scheduling.build import ORDERINGS
 from expediter.scheduling.ordering.base import KeyOrdering
 
@@ -47,6 +47,13 @@ traces = st.lists(
 ).map(sorted)
 
 
+SLO_CLASSES = {
+    "hasty": SloClass(ttft_s=0.5, refuse_late=True),
+    "tight": SloClass(ttft_s=0.75, tpot_s=0.2, value=2.0),
+    "whole": SloClass(e2e_s=4.0, refuse_late=True),
+}
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     traces,
@@ -59,7 +66,12 @@ traces = st.lists(
     st.integers(1, 5),
 )
 def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
-    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+    trace = make_trace(
+        rows,
+        priorities=[len(row[3]) % 3 for row in rows],
+        tenants=tuple("ab"[row[1] % 2] for row in rows),
+        slo_classes=tuple(("", *SLO_CLASSES)[row[2] % 4] for row in rows),
+    )
     config = {
         "step_time": step_time,
         "replicas": replicas,
@@ -69,6 +81,7 @@ def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 24,
+        "slo_classes": SLO_CLASSES,
     }
     report, log = run(trace, **config)
     assert (report, log) == run(trace, jumps=False, **config)

@@ -7,8 +7,8 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,9 +16,10 @@ from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import TRACE_NAMES, load_trace
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
+from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
-from expediter.core.slo import NO_SLO, Slo
+from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.roofline import RooflineModel, kv_capacity
 from expediter.perfmodel.shapes import shape_named
@@ -30,9 +31,9 @@ from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventLoop
 from expediter.sim.metrics import MetricsCollector
-from expediter.sim.observer import Observers
+from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
-from expediter.sim.report import Report, build_report
+from expediter.sim.report import DecisionReport, Report, build_report
 from expediter.sim.trace import Trace, TraceError, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -48,7 +49,8 @@ class SimulationConfig:
         gpu: name of a GPU.
         tensor_parallel: GPUs per replica.
         replicas: number of them.
-        slo: targets for attainment and goodput.
+        slo: targets of requests that have none and name no class.
+        slo_classes: by name; requests bring the names along.
         routing: name of a routing policy.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
@@ -72,6 +74,7 @@ class SimulationConfig:
     tensor_parallel: int = 1
     replicas: int = 1
     slo: Slo = DEFAULT_SLO
+    slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
     routing: str | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
@@ -102,6 +105,7 @@ class Simulation:
     Attributes:
         metrics: a record per request, once it has run.
         schedulers: of the replicas, for who wants to look inside.
+        explanations: what held the requests that `run` was asked to explain, by id.
     """
 
     def __init__(
@@ -115,6 +119,8 @@ class Simulation:
     ) -> None:
         self.metrics = metrics
         self.schedulers = [replica.scheduler for replica in replicas]
+        self.explanations: Mapping[str, tuple[Span, ...]] = {}
+        self._replicas = replicas
         self._config = config
         self._cluster = cluster
         self._observers = observers
@@ -126,6 +132,7 @@ class Simulation:
         *,
         events: BinaryIO | None = None,
         progress: Callable[[int], None] | None = None,
+        explain: Iterable[str] = (),
     ) -> Report:
         """Serve the requests to their ends and report.
 
@@ -133,7 +140,15 @@ class Simulation:
             requests: a trace, or requests in order of `arrival_s`.
             events: where the event log goes, if it is wanted; the caller closes it.
             progress: told the number of arrivals from time to time.
+            explain: ids of requests that `explanations` shall hold afterwards.
+        Raises:
+            ConfigurationError: a request names an SLO class that is not configured and has no targets of its own.
         """
+        if isinstance(requests, Trace):
+            self._check_classes(requests)  # before the work is done
+        explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
+        self._observers.add(explainer)
+        self.explanations = explainer.spans
         if events is not None:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
@@ -146,13 +161,44 @@ class Simulation:
             num_gpus=self._config.tensor_parallel * self._config.replicas,
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
+            decisions=self._decisions(),
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
         )
 
+    def _decisions(self) -> DecisionReport:
+        models = [scheduler.knowledge.step_time for scheduler in self.schedulers]
+        num_prompt_steps = sum(replica.num_prompt_steps for replica in self._replicas)
+        shares = sum(replica.budget_shares for replica in self._replicas)
+        actual_s = sum(model.actual_s for model in models)
+        return DecisionReport(
+            held_s=dict(sorted(self.metrics.held_s.items())),
+            preemptions=dict(sorted(self.metrics.preemptions.items())),
+            budget_used_share=shares / num_prompt_steps if num_prompt_steps else None,
+            step_time_actual_s=actual_s,
+            step_time_predicted_s=sum(model.predicted_s for model in models),
+            step_time_error=sum(model.error_s for model in models) / actual_s if actual_s else None,
+        )
+
+    def _check_classes(self, trace: Trace) -> None:
+        slos = trace.slos or (NO_SLO,) * len(trace)
+        for pair in sorted({(name, slo == NO_SLO) for name, slo in zip(trace.slo_classes or (), slos, strict=False)}):
+            self._class_of(*pair)
+
+    def _class_of(self, name: str, has_no_targets: bool) -> SloClass | None:
+        known = self._config.slo_classes
+        if name and name not in known and has_no_targets:
+            there = f"there are: {', '.join(sorted(known))}" if known else "none are configured"
+            raise ConfigurationError(f"no SLO class {name!r}; {there}")
+        return known.get(name)
+
     def _with_targets(self, request: Request) -> Request:
-        """Give a request without targets the simulation's: schedulers must know what they are judged by."""
-        return replace(request, slo=self._config.slo) if request.slo == NO_SLO else request
+        """Give a request its class's targets, or the simulation's: schedulers must know what they are judged by."""
+        chosen = self._class_of(request.slo_class, request.slo == NO_SLO)
+        if chosen is None:
+            return replace(request, slo=self._config.slo) if request.slo == NO_SLO else request
+        targets = chosen.with_targets(request.slo)
+        return replace(request, slo=targets, value=chosen.value, refuse_late=chosen.refuse_late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

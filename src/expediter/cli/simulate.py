@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from expediter.sim.report import Distribution, Report
+    from expediter.core.explanation import Span
+    from expediter.sim.report import Distribution, GroupReport, Report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,8 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     what.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     what.add_argument(
-        "--slo", default="ttft=2,tpot=0.1", metavar="ttft=S,tpot=S", help="targets in seconds (default: %(default)s)"
+        "--slo",
+        default="ttft=2,tpot=0.1",
+        metavar="ttft=S,tpot=S,e2e=S",
+        help="targets in seconds of requests without any (default: %(default)s)",
     )
+    what.add_argument("--config", metavar="FILE", help="TOML file with the SLO classes that the trace names")
     what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
     what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
     _add_cluster_flags(parser.add_argument_group("what serves it"))
@@ -46,6 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     out = parser.add_argument_group("output")
     out.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
+    )
+    out.add_argument(
+        "--explain", action="append", default=[], metavar="ID", help="say what held this request; may be repeated"
     )
     out.add_argument("--events", metavar="FILE", help="write what happened to each request as JSON lines")
 
@@ -91,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the trace or a flag cannot be used.
     """
+    from expediter.assembly.file_config import load_file_config
     from expediter.assembly.simulation import (
         SimulationConfig,
         build_simulation,
@@ -105,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         tensor_parallel=args.tp,
         replicas=args.replicas,
         slo=parse_slo(args.slo),
+        slo_classes=load_file_config(args.config).slo_classes,
         routing=args.routing,
         ordering=args.ordering,
         batching=args.batching,
@@ -127,14 +137,28 @@ def run(args: argparse.Namespace) -> int:
     simulation = build_simulation(config)
     with _output(args.events) as events, _output(None if args.json == "-" else args.json) as json_file:
         with _progress(len(trace)) as progress:
-            report = simulation.run(trace, events=events, progress=progress)
+            report = simulation.run(trace, events=events, progress=progress, explain=args.explain)
         if json_file is not None:
             json_file.write(report.to_json())
     if args.json == "-":
         sys.stdout.write(report.to_json().decode())
     else:
         _print_report(report)
+    for request_id in args.explain:
+        # Standard output belongs to the JSON if that was asked for.
+        _print_explanation(request_id, simulation.explanations, sys.stderr if args.json == "-" else sys.stdout)
     return 0
+
+
+def _print_explanation(request_id: str, explanations: Mapping[str, tuple[Span, ...]], file: TextIO) -> None:
+    from expediter.core.errors import ConfigurationError
+    from expediter.core.explanation import timeline
+
+    spans = explanations.get(request_id)
+    if spans is None:
+        raise ConfigurationError(f"no request {request_id!r}; the trace's are r0000000, r0000001 and so on")
+    print(f"{request_id} arrived at {spans[0].from_s:.3f} s", file=file)
+    print(*timeline(spans), sep="\n", file=file)
 
 
 @contextlib.contextmanager
@@ -193,6 +217,9 @@ def _print_report(report: Report) -> None:
             f"{trace.output_tokens_mean:.0f} on average{reuse}"
         )
     console.print(_latency_table(report))
+    for name, groups in (("class", report.classes), ("tenant", report.tenants)):
+        if groups:
+            console.print(_groups_table(name, groups))
     console.print(_facts_table(report))
 
 
@@ -218,6 +245,24 @@ def _latency_table(report: Report) -> Table:
     return latency
 
 
+def _groups_table(name: str, groups: Mapping[str, GroupReport]) -> Table:
+    from rich.table import Table
+
+    table = Table(name, "arrived", "attained", "goodput", "TTFT p50", "TTFT p99", "TPOT p99")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, group in groups.items():
+        latencies = (group.ttft_s.p50, group.ttft_s.p99, group.tpot_s.p99)
+        table.add_row(
+            key or "-",
+            str(group.arrived),
+            _percent(group.slo_attainment),
+            _number(group.goodput_rps),
+            *map(_number, latencies),
+        )
+    return table
+
+
 def _facts_table(report: Report) -> Table:
     from rich.table import Table
 
@@ -233,7 +278,9 @@ def _facts_table(report: Report) -> Table:
         ("goodput", f"{_number(report.goodput_rps)} requests/s, {_number(report.goodput_rps_per_gpu)} per GPU"),
         ("output", f"{_number(report.output_tokens_per_s)} tokens/s"),
         ("prefix hit rate", _percent(report.prefix_hit_rate)),
-        ("preemptions", str(report.num_preemptions)),
+        ("preemptions", _by_name({name: str(n) for name, n in report.decisions.preemptions.items()}) or "0"),
+        ("waiting", _by_name({name: f"{s:.4g} s" for name, s in report.decisions.held_s.items()}) or "-"),
+        ("token budget", f"{_percent(report.decisions.budget_used_share)} used by steps with prompts"),
         ("steps", f"{report.num_steps} in {report.simulated_s:.1f} s simulated, {report.wall_s:.2f} s real"),
     ):
         facts.add_row(name, text)
@@ -252,6 +299,10 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
+def _by_name(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def _targets(report: Report) -> str:
-    targets = (("TTFT", report.slo.ttft_s), ("TPOT", report.slo.tpot_s))
+    targets = (("TTFT", report.slo.ttft_s), ("TPOT", report.slo.tpot_s), ("E2E", report.slo.e2e_s))
     return ", ".join(f"{name} <= {value:g} s" for name, value in targets if value is not None)

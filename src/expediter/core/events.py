@@ -85,7 +85,7 @@ class Preempted:
     num_lost_tokens: int
     """Computed tokens given up; what the prefix cache still holds at resumption comes back."""
     for_request_id: str = ""
-    """Who goes before it, or the first of those that needed a block."""
+    """Who goes before it, or the first of the others that needed a block; "" if it lacked one itself."""
 
 
 @dataclass(frozen=True, slots=True)

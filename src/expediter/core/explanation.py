@@ -6,7 +6,7 @@ An explanation holds numbers and ids only, never what a client wrote.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -78,6 +78,16 @@ class Span:
         return _waiting(_told(self.reason, self.details), self.details)
 
 
+def timeline(spans: Sequence[Span]) -> list[str]:
+    """Return a line per span: when it began after the first one did, how long it lasted, and its reason in words."""
+    origin_s = spans[0].from_s if spans else 0.0
+    return [
+        f"{span.from_s - origin_s:10.3f} s  "
+        f"{'and still' if span.to_s is None else f'{span.to_s - span.from_s:.3f} s':>10}  {span.in_words()}"
+        for span in spans
+    ]
+
+
 def _waiting(told: str, details: Mapping[str, Detail]) -> str:
     """Return what was told of a wait, and what is known of the queue meanwhile."""
     parts = [told]
@@ -116,10 +126,13 @@ def _count(details: Mapping[str, Detail], key: str) -> str:
 
 
 def _preempted(details: Mapping[str, Detail]) -> str:
-    causes = {"growth": "for a block that running requests needed", "priority": "for a request that goes before it"}
-    told = f"preempted {causes.get(str(details['cause']), str(details['cause']))}"
-    if details.get("for_request"):
-        told += f" ({details['for_request']})"
+    cause, name = details["cause"], details.get("for_request")
+    if cause == "priority":
+        told = f"preempted for {name}, which goes before it"
+    elif cause == "growth":
+        told = f"preempted for the next block of {name}" if name else "preempted, since its own next block was not free"
+    else:
+        told = f"preempted ({cause})"
     return f"{told}; {_count(details, 'lost_tokens')} of KV given up"
 
 

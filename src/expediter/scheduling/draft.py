@@ -272,11 +272,11 @@ class Draft:
             raise InvariantError("a running request lacks a block, and all of them have theirs reserved")
         decoding, victim = self.running.decoding, ranked[0]
         in_need = decoding.states[decoding.at_edge()].tolist()
-        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), victim))
+        self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), None))
 
-    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState) -> None:
+    def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState | None) -> None:
         self.running.leave_together(state, self.now_s)
-        name = beneficiary.request_id
+        name = "" if beneficiary is None else beneficiary.request_id
         for member in state.members:
             member.move(Status.PREEMPTED)
             num_lost = member.num_computed_tokens

@@ -129,13 +129,14 @@ class Scheduler:
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
         """Waiting requests by what held them when the last step was planned; together `num_waiting`."""
-        counts = {reason.value: count for reason, count in self._refused.items()}
-        rest = self.num_waiting - sum(counts.values())
-        num_late = min(rest, self.policy.rules.ordering.num_late)
         held_by = self._explanations.held_by or Reason.STEP
-        for reason, count in ((Reason.LATE, num_late), (held_by, rest - num_late)):
-            if count > 0:
+        rest, counts = self.num_waiting, dict[str, int]()
+        known = (*self._refused.items(), (Reason.LATE, self.policy.rules.ordering.num_late), (held_by, rest))
+        for reason, most in known:
+            count = min(most, rest)  # some may have ended since
+            if count:
                 counts[reason.value] = counts.get(reason.value, 0) + count
+                rest -= count
         return counts
 
     # -- requests -----------------------------------------------------------------------------------------------------

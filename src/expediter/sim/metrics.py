@@ -35,6 +35,8 @@ class RequestRecord:
     replica_id: int
     slo: Slo = NO_SLO
     tenant: str = ""
+    slo_class: str = ""
+    value: float = 1.0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_scheduled_s: float | None = None
@@ -89,13 +91,15 @@ class MetricsCollector:
     """`Observer` that keeps a record per request.
 
     Attributes:
-        num_preemptions: of all requests together.
+        preemptions: of all requests together, by cause.
+        held_s: seconds that requests waited, all together, by what held them.
         last_event_s: time of the latest arrival or scheduler event.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, RequestRecord] = {}
-        self.num_preemptions = 0
+        self.preemptions: dict[str, int] = {}
+        self.held_s: dict[str, float] = {}
         self.last_event_s = 0.0
 
     @property
@@ -107,7 +111,13 @@ class MetricsCollector:
         if request.request_id in self._records:
             raise InvariantError(f"request {request.request_id} arrived twice")
         self._records[request.request_id] = RequestRecord(
-            now_s, request.num_prompt_tokens, replica_id, request.slo, request.tenant
+            now_s,
+            request.num_prompt_tokens,
+            replica_id,
+            request.slo,
+            request.tenant,
+            request.slo_class,
+            request.value,
         )
         self.last_event_s = now_s
 
@@ -115,6 +125,8 @@ class MetricsCollector:
         for event in events:
             match event:
                 case Admitted():
+                    for reason, seconds in event.held_s.items():
+                        self.held_s[reason] = self.held_s.get(reason, 0.0) + seconds
                     if not event.resumed:
                         record = self._records[event.request_id]
                         record.first_scheduled_s = event.now_s
@@ -122,7 +134,7 @@ class MetricsCollector:
                 case FirstToken():
                     self._records[event.request_id].first_token_s = event.now_s
                 case Preempted():
-                    self.num_preemptions += 1
+                    self.preemptions[event.cause.value] = self.preemptions.get(event.cause.value, 0) + 1
                 case Finished():
                     self._finish(event, replica_id)
                 case Rejected():

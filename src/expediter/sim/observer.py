@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from expediter.core.events import Event
+from expediter.core.events import Event, Finished, Rejected
+from expediter.core.explanation import Span
 from expediter.core.request import Request
 
 
@@ -37,3 +38,29 @@ class Observers:
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for observer in self._observers:
             observer.record(replica_id, events)
+
+
+class Explainer:
+    """`Observer` that asks what held some requests as soon as they have ended, while their scheduler knows.
+
+    Args:
+        request_ids: which ones.
+        ask: scheduler of a replica: (replica, request, time) -> spans.
+    Attributes:
+        spans: what the schedulers said, by request; only of those that ended.
+    """
+
+    def __init__(self, request_ids: Iterable[str], ask: Callable[[int, str, float], tuple[Span, ...] | None]) -> None:
+        self.spans: dict[str, tuple[Span, ...]] = {}
+        self._wanted = frozenset(request_ids)
+        self._ask = ask
+
+    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+        """An arrival explains nothing."""
+
+    def record(self, replica_id: int, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Finished | Rejected) and event.request_id in self._wanted:
+                spans = self._ask(replica_id, event.request_id, event.now_s)
+                if spans is not None:
+                    self.spans[event.request_id] = spans

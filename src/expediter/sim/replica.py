@@ -32,6 +32,8 @@ class SimulatedReplica:
         jumps: False to run every step as an event of its own, for comparison.
     Attributes:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
+        num_prompt_steps: steps so far that computed prompts.
+        budget_shares: sum over those of the share of the token budget that they used.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class SimulatedReplica:
         self.replica_id = replica_id
         self.scheduler = scheduler
         self.num_steps = 0
+        self.num_prompt_steps = 0
+        self.budget_shares = 0.0
         self._executor = executor
         self._loop = loop
         self._observer = observer
@@ -106,6 +110,9 @@ class SimulatedReplica:
             if self.scheduler.has_work:
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
             return
+        if plan.features.num_prefill_tokens:
+            self.num_prompt_steps += 1
+            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         # One addition per step, from the left, as single steps would do it.

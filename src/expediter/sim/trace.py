@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
+from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
 
 
@@ -36,6 +37,10 @@ class Trace:
         prefix_block_tokens: tokens per prefix id.
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
+        slo_classes: names, "" for none, or None if no request has one.
+        slos: the requests' own targets, or None if no request has any.
+        seed, rate_scale, limit: how it came from what was recorded: the seed that spread its arrivals, the rate as a
+            multiple of the recorded one, and the number of requests that it was cut to.
     Raises:
         TraceError: there is no request, or there are more ids or requests than can be told apart.
     """
@@ -49,6 +54,11 @@ class Trace:
     prefix_block_tokens: int
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
+    slo_classes: tuple[str, ...] | None = None
+    slos: tuple[Slo, ...] | None = None
+    seed: int = 0
+    rate_scale: float = 1.0
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -79,6 +89,9 @@ class Trace:
             prefix_offsets=offsets,
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
+            slo_classes=None if self.slo_classes is None else self.slo_classes[:n],
+            slos=None if self.slos is None else self.slos[:n],
+            limit=num_requests,
         )
 
     def at_rate(self, rate_scale: float) -> Trace:
@@ -90,7 +103,8 @@ class Trace:
         if not (np.isfinite(rate_scale) and rate_scale > 0):
             raise ConfigurationError(f"rate scale must be a finite number above 0, not {rate_scale}")
         first = self.arrival_s[0]
-        return replace(self, arrival_s=first + (self.arrival_s - first) / rate_scale)
+        arrival_s = first + (self.arrival_s - first) / rate_scale
+        return replace(self, arrival_s=arrival_s, rate_scale=self.rate_scale * rate_scale)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests in order of arrival; each prompt is made when its request is asked for.
@@ -111,6 +125,8 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            slo=NO_SLO if self.slos is None else self.slos[row],
+            slo_class="" if self.slo_classes is None else self.slo_classes[row],
             arrival_s=float(self.arrival_s[row]),
         )
 
@@ -124,6 +140,7 @@ class TraceSummary:
         mean_rate_rps: arrivals per second of the span; None if all arrive at once.
         input_tokens_mean, input_tokens_p50, input_tokens_p99, input_tokens_max: prompt lengths.
         output_tokens_mean, output_tokens_p50, output_tokens_p99, output_tokens_max: output lengths.
+        seed, rate_scale, limit: as in `Trace`.
         prefix_reuse: share of the prompt tokens that an unlimited cache, fed in order of arrival, has already; outputs
             are not counted as cached. None if the trace has no prefix ids.
     """
@@ -141,6 +158,9 @@ class TraceSummary:
     output_tokens_p99: float
     output_tokens_max: int
     prefix_reuse: float | None
+    seed: int
+    rate_scale: float
+    limit: int | None
 
 
 def trace_summary(trace: Trace) -> TraceSummary:
@@ -161,6 +181,9 @@ def trace_summary(trace: Trace) -> TraceSummary:
         output_tokens_p99=float(np.percentile(outputs, 99)),
         output_tokens_max=int(outputs.max()),
         prefix_reuse=_prefix_reuse(trace) if len(trace.prefix_ids) else None,
+        seed=trace.seed,
+        rate_scale=trace.rate_scale,
+        limit=trace.limit,
     )
 
 

@@ -28,6 +28,7 @@ import io
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final, TypeVar
@@ -38,13 +39,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS
 from expediter.sim.trace import Trace, TraceError
 
 FORMATS: Final = (
     "Mooncake jsonl (timestamp, input_length, output_length, hash_ids)",
     "Azure csv (TIMESTAMP, ContextTokens, GeneratedTokens) or parquet (arrival_s, input_len, output_len)",
-    "Expediter jsonl (arrival_s, input_tokens, output_tokens[, prefix_ids, prefix_block_tokens, priority, tenant])",
+    "Expediter jsonl (arrival_s, input_tokens, output_tokens"
+    "[, prefix_ids, prefix_block_tokens, priority, tenant, slo_class, ttft_s, tpot_s, e2e_s])",
 )
 MAX_LENGTH: Final = 1 << 24
 _MOONCAKE_BLOCKS: Final = (512, 16)
@@ -53,6 +56,7 @@ _SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _InputLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)]
 _OutputLength = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
+_Target = Annotated[float, msgspec.Meta(gt=0)]
 _PrefixId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Row = TypeVar("_Row")
 
@@ -72,6 +76,10 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     prefix_block_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)] = 512
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     tenant: str = ""
+    slo_class: str = ""
+    ttft_s: _Target | None = None
+    tpot_s: _Target | None = None
+    e2e_s: _Target | None = None
 
 
 def read_trace(path: str | Path, *, seed: int = 0, spread_ticks: bool = True) -> Trace:
@@ -152,6 +160,8 @@ class _Columns:
         self.prefix_counts = array("q")
         self.priorities = array("i")
         self.tenants: list[str] = []
+        self.slo_classes: list[str] = []
+        self.slos: list[Slo] = []
 
     def add(self, arrival_s: float, num_input: int, num_output: int, prefix_ids: list[int] | tuple[()] = ()) -> None:
         self.arrival_s.append(arrival_s)
@@ -174,6 +184,8 @@ class _Columns:
             prefix_block_tokens=prefix_block_tokens,
             priorities=np.array(self.priorities, np.int32) if any(self.priorities) else None,
             tenants=tuple(self.tenants) if any(self.tenants) else None,
+            slo_classes=tuple(self.slo_classes) if any(self.slo_classes) else None,
+            slos=tuple(self.slos) if any(slo != NO_SLO for slo in self.slos) else None,
         )
         return trace if (arrival_s[1:] >= arrival_s[:-1]).all() else _sorted(trace)
 
@@ -189,17 +201,22 @@ def _sorted(trace: Trace) -> Trace:
     order = np.argsort(trace.arrival_s, kind="stable")
     counts = np.diff(trace.prefix_offsets)[order]
     pieces = [trace.prefix_ids[trace.prefix_offsets[row] : trace.prefix_offsets[row + 1]] for row in order.tolist()]
-    return Trace(
-        name=trace.name,
+    return replace(
+        trace,
         arrival_s=trace.arrival_s[order],
         input_tokens=trace.input_tokens[order],
         output_tokens=trace.output_tokens[order],
         prefix_ids=np.concatenate(pieces),
         prefix_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-        prefix_block_tokens=trace.prefix_block_tokens,
         priorities=None if trace.priorities is None else trace.priorities[order],
-        tenants=None if trace.tenants is None else tuple(trace.tenants[row] for row in order.tolist()),
+        tenants=_picked(trace.tenants, order),
+        slo_classes=_picked(trace.slo_classes, order),
+        slos=_picked(trace.slos, order),
     )
+
+
+def _picked(column: tuple[_Row, ...] | None, order: npt.NDArray[np.intp]) -> tuple[_Row, ...] | None:
+    return None if column is None else tuple(column[row] for row in order.tolist())
 
 
 def _decoded(path: Path, lines: Iterator[tuple[int, bytes]], row_type: type[_Row]) -> Iterator[tuple[int, _Row]]:
@@ -246,20 +263,13 @@ def _spread(trace: Trace, seed: int) -> Trace:
     widths = np.minimum(np.append(gaps, tick_s), tick_s)
     places = np.random.default_rng(seed).random(len(trace))
     spread = np.sort(np.repeat(ticks, counts) + places * np.repeat(widths, counts))
-    return Trace(
-        name=trace.name,
-        arrival_s=spread,
-        input_tokens=trace.input_tokens,
-        output_tokens=trace.output_tokens,
-        prefix_ids=trace.prefix_ids,
-        prefix_offsets=trace.prefix_offsets,
-        prefix_block_tokens=trace.prefix_block_tokens,
-    )
+    return replace(trace, arrival_s=spread, seed=seed)
 
 
 def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
     columns = _Columns()
     block_tokens: int | None = None
+    slos: dict[tuple[float | None, ...], Slo] = {}
     for number, row in _decoded(path, lines, _OwnRow):
         if row.prefix_ids:
             if block_tokens not in (None, row.prefix_block_tokens):
@@ -276,6 +286,11 @@ def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
         columns.add(row.arrival_s, row.input_tokens, row.output_tokens, row.prefix_ids)
         columns.priorities.append(row.priority)
         columns.tenants.append(row.tenant)
+        columns.slo_classes.append(row.slo_class)
+        slo = (row.ttft_s, row.tpot_s, row.e2e_s)
+        if slo not in slos:  # a few different ones for many rows
+            slos[slo] = Slo(ttft_s=row.ttft_s, tpot_s=row.tpot_s, e2e_s=row.e2e_s)
+        columns.slos.append(slos[slo])
     return columns.build(path, block_tokens or 512)
 
 

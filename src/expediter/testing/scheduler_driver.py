@@ -17,11 +17,14 @@ from expediter.core.events import (
     Preempted,
     Queued,
     Rejected,
+    RejectReason,
     Tokens,
 )
+from expediter.core.explanation import Reason
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits
 from expediter.core.request import FinishReason, Request
+from expediter.core.slo import NO_SLO, Slo
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
@@ -82,7 +85,7 @@ class DrivenRequest:
     is_running: bool = False
     is_decoding: bool = False
     has_first_token: bool = False
-    finished: Finished | None = None
+    finished: Finished | Rejected | None = None
     leader: DrivenRequest | None = None
     followers: list[DrivenRequest] = field(default_factory=list)
     heir: DrivenRequest | None = None
@@ -234,6 +237,9 @@ class SchedulerDriver:
         priority: int = 0,
         cache_salt: str = "",
         arrival_s: float | None = None,
+        tenant: str = "",
+        slo: Slo = NO_SLO,
+        refuse_late: bool = False,
         n: int = 1,
     ) -> bool:
         """Make a request, arrived now unless told otherwise, and `add` it.
@@ -250,6 +256,9 @@ class SchedulerDriver:
             priority=priority,
             cache_salt=cache_salt,
             arrival_s=self.now_s if arrival_s is None else arrival_s,
+            tenant=tenant,
+            slo=slo,
+            refuse_late=refuse_late,
         )
         return self.add(*sequences_of(request, n))
 
@@ -385,6 +394,24 @@ class SchedulerDriver:
         _require(sum(parts) == kv.num_blocks and min(parts) >= 0, f"free, cached and used blocks are {parts}")
         if self._checks_blocks:
             scheduler.check()
+        for request in live[:4]:  # some of them, since each that waits costs a look at all that wait
+            self._check_explanation(request)
+        _require(
+            sum(scheduler.num_waiting_by_reason.values()) == len(waiting), "the reasons do not cover those who wait"
+        )
+
+    def _check_explanation(self, request: DrivenRequest) -> None:
+        spans = self.scheduler.explain(request.request_id, self.now_s)
+        _require(spans is not None, f"{request.request_id} is live and has no explanation")
+        assert spans is not None
+        ends = [span.to_s for span in spans]
+        _require(
+            ends[-1] is None and ends[:-1] == [span.from_s for span in spans[1:]],
+            f"the explanation of {request.request_id} has gaps: {spans}",
+        )
+        told_to_run = spans[-1].reason in (Reason.PREFILLING, Reason.DECODING)
+        _require(told_to_run == request.is_running, f"{request.request_id} is explained as {spans[-1].reason}")
+        _require(all(span.in_words() for span in spans), "a span has no words")
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -476,7 +503,7 @@ class SchedulerDriver:
             match event:
                 case Tokens():
                     self._record_tokens(event)
-                case Admitted() | Preempted() | FirstToken() | Finished():
+                case Admitted() | Preempted() | FirstToken() | Finished() | Rejected():
                     request = self.requests.get(event.request_id)
                     if request is None or request.finished is not None:
                         raise InvariantError(f"{event} is of a request that is not live")
@@ -484,7 +511,9 @@ class SchedulerDriver:
                 case _:
                     raise InvariantError(f"{event} can only come from add")
 
-    def _record_move(self, request: DrivenRequest, event: Admitted | Preempted | FirstToken | Finished) -> None:
+    def _record_move(
+        self, request: DrivenRequest, event: Admitted | Preempted | FirstToken | Finished | Rejected
+    ) -> None:
         name = request.request_id
         match event:
             case Admitted(num_known_tokens=num_known, num_cached_tokens=num_cached, resumed=resumed):
@@ -507,6 +536,10 @@ class SchedulerDriver:
             case FirstToken():
                 _require(request.is_running and not request.has_first_token, f"{name}: first token in the wrong place")
                 request.has_first_token = True
+            case Rejected(reason=reason):
+                _require(reason is RejectReason.LATE, f"{name} is refused after it was queued: {reason}")
+                _require(request.request.refuse_late and not request.admissions, f"{name} is refused, but may not be")
+                request.finished = self.rejected[name] = event
             case Finished():
                 self._check_end(request, event)
                 request.finished = event
