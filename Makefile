@@ -34,6 +34,7 @@ bench: setup  ## Benchmarks; tables on the terminal, JSON in out/
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.step --json out/step.json
 	$(BIN)/python -m benchmarks.prefix --json out/prefix.json
+	$(BIN)/python -m benchmarks.sequences --json out/sequences.json
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -94,3 +94,12 @@ def test_commands_against_a_server_work():
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_explanation_shown_is_what_the_command_prints():
+    page = (ROOT / "docs" / "explain.md").read_text()
+    command = next(line[2:] for line in page.splitlines() if line.startswith("$ expediter simulate"))
+    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    done = shell(command)
+    assert done.stdout.endswith(shown[1]), done.stdout[-2000:] + done.stderr[-2000:]

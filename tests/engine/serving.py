@@ -9,7 +9,7 @@ from expediter.core.events import Admitted, Finished, Preempted, Tokens
 from expediter.core.plan import TokenLogprobs
 from expediter.core.ports import Executor
 from expediter.core.request import Request
-from expediter.scheduling.build import CacheConfig, build_scheduler
+from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 
 
@@ -24,6 +24,7 @@ class Served:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_hits: int = 0
+    num_restored_tokens: int = 0
     num_copies: int = 0
     num_finished: int = 0
 
@@ -41,6 +42,7 @@ def serve(
     config: SchedulerConfig,
     *,
     arrival_steps: Sequence[int] = (),
+    preemption_mode: str = "recompute",
     group_size: int = 1,
 ) -> Served:
     """Run the requests to their ends; group i is added before step `arrival_steps[i]`, or at the start.
@@ -50,7 +52,11 @@ def serve(
     """
     limits = executor.limits
     scheduler = build_scheduler(
-        config=config, cache=CacheConfig(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        config=config,
+        cache=CacheConfig(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, num_host_blocks=limits.num_host_blocks
+        ),
+        policy=PolicyConfig(preemption_mode=preemption_mode),
     )
     groups = [requests[begin : begin + group_size] for begin in range(0, len(requests), group_size)]
     arrivals = sorted(zip(arrival_steps or [0] * len(groups), groups, strict=True), key=lambda pair: pair[0])
@@ -91,5 +97,6 @@ def _record(served: Served, events: Sequence[object]) -> None:
             served.num_preemptions += 1
         elif isinstance(event, Admitted):
             served.num_hits += event.num_cached_tokens > 0 and not event.resumed
+            served.num_restored_tokens += event.num_restored_tokens
         elif isinstance(event, Finished):
             served.num_finished += 1

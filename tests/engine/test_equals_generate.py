@@ -73,6 +73,22 @@ def test_tiny_grouped_query_llama(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_tiny_llama_whose_requests_go_to_the_host_and_back(device: str) -> None:
+    rng = random.Random(3)
+    model = tiny_llama(device=device)
+    prompts = _mixed_prompts(rng, [rng.randrange(VOCAB_SIZE) for _ in range(2000)], 130)
+    expected = [generate(model, prompt, 24) for prompt in prompts]
+    executor = TorchExecutor(copy.copy(model), num_blocks=70, block_size=4, max_num_seqs=12, num_host_blocks=90)
+    config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=48, max_model_len=256)
+    arrivals = [rng.randrange(80) for _ in prompts]
+    requests = _requests(prompts, [24] * NUM_PROMPTS, ())
+    served = serve(executor, requests, config, arrival_steps=arrivals, preemption_mode="swap")
+    served.assert_stressed()
+    assert served.num_restored_tokens > 100
+    assert [served.outputs[str(i)] for i in range(NUM_PROMPTS)] == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_greedy_groups(device: str) -> None:
     """Every sequence of a group says what `generate` says, forked inside blocks and at their edges, and preempted."""
     rng = random.Random(5)

@@ -34,6 +34,7 @@ class _TorchConformance(ExecutorConformance):
             block_size=limits.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
+            num_host_blocks=limits.num_host_blocks,
         )
 
     def test_vocabulary_is_the_models(self, executor: Executor) -> None:

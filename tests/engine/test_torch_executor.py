@@ -153,6 +153,21 @@ def test_folder_is_loaded_by_config(tmp_path: Path) -> None:
     assert load_executor(EngineConfig(model=tmp_path, device="cpu", num_blocks=5)).limits.num_blocks == 5
 
 
+def test_swap_space_is_counted_in_blocks_and_timed(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    block_bytes = KVShape.of_config(model.config, torch.float32).bytes_per_block(16)
+    sized = EngineConfig(model=tmp_path, device="cpu", num_blocks=5, swap_space_bytes=7 * block_bytes + 1)
+    limits = load_executor(sized).limits
+    assert limits.num_host_blocks == 7
+    assert limits.block_swap_s is not None
+    assert 0 < limits.block_swap_s < 1
+    none = load_executor(EngineConfig(model=tmp_path, device="cpu", num_blocks=5)).limits
+    assert (none.num_host_blocks, none.block_swap_s) == (0, None)
+    with pytest.raises(ConfigurationError, match="swap_space_bytes"):
+        EngineConfig(model=tmp_path, swap_space_bytes=-1)
+
+
 def test_what_cannot_be_loaded_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         load_model(tmp_path, device="cpu")

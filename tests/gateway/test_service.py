@@ -13,7 +13,7 @@ from live_server import EOS
 
 from expediter.core.clock import VirtualClock
 from expediter.core.errors import ConfigurationError
-from expediter.core.request import Request, SamplingParams
+from expediter.core.request import CacheHint, Request, SamplingParams
 from expediter.core.slo import Slo
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import ChatBody, CompletionBody, decode_body
@@ -78,7 +78,7 @@ def test_every_field(service: Service) -> None:
     fields = {
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.5},
         **{"presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"7": -2}, "max_tokens": 9, "min_tokens": 2},
-        **{"priority": -4, "cache_salt": "s", "stop_token_ids": [9, 8], "logprobs": 2},
+        **{"priority": -4, "cache_salt": "s", "cache_hint": {"pin_s": 30}, "stop_token_ids": [9, 8], "logprobs": 2},
     }
     (request,) = completion(service, **fields)
     assert request.sampling == SamplingParams(
@@ -94,6 +94,7 @@ def test_every_field(service: Service) -> None:
         logprobs=2,
     )
     assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (9, 2, -4, "s")
+    assert request.cache_hint == CacheHint(pin_s=30.0)
     assert request.stop_token_ids == (8, 9, EOS)
     assert completion(service, ignore_eos=True, stop_token_ids=[9])[0].stop_token_ids == (9,)
 
@@ -118,3 +119,10 @@ def test_config_is_checked() -> None:
     for wrong in ({"model_names": ()}, {"model_names": ("",)}, {"max_model_len": 0}, {"num_kv_tokens": 0}):
         with pytest.raises(ConfigurationError):
             GatewayConfig(**{"model_names": ("m",), "max_model_len": 1, "num_kv_tokens": 1, "info": INFO, **wrong})
+
+
+def test_a_hint_to_drop(service: Service) -> None:
+    (request,) = completion(service, cache_hint="drop")
+    assert request.cache_hint == CacheHint(drop=True)
+    (request,) = chat(service, cache_hint=None)
+    assert request.cache_hint is None

@@ -159,6 +159,13 @@ def test_choices_of_one_prompt_are_computed_once(server: LiveServer, stream: boo
     assert max(step["num_decodes"] for step in steps) == 3
 
 
+def test_cached_tokens_count_once_per_prompt(slow_stop_server: LiveServer) -> None:
+    prompt = "forty characters that nobody sent before"
+    used = [slow_stop_server.complete(prompt, n=3, max_tokens=2).json["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens"] for usage in used] == [40, 40]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in used] == [0, 32]
+
+
 def test_more_choices_than_can_start_together(server: LiveServer) -> None:
     answer = server.complete("x" * 40, n=64)
     assert answer.status == 400

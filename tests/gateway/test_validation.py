@@ -74,6 +74,10 @@ def test_bad_numbers_are_refused_by_name(server: LiveServer, path: str, field: s
         *[("stream", "yes"), ("stream", 1), ("stream_options", {"include_usage": 1}), ("ignore_eos", 1)],
         *[("best_of", 2), ("suffix", "end"), ("response_format", {"type": "json_object"}), ("prompt_logprobs", 1)],
         *[("stream_options", {"include_usage": True}), ("model", 3), ("min_tokens", 65), ("use_beam_search", True)],
+        *[
+            ("cache_hint", hint)
+            for hint in ("pin", "", 3, {}, {"pin_s": 0}, {"pin_s": 3601}, {"pin_s": 9, "drop": True})
+        ],
     ],
 )
 def test_values_out_of_range(server: LiveServer, field: str, value: object) -> None:

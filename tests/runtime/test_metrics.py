@@ -16,6 +16,7 @@ from expediter.core.events import (
 )
 from expediter.core.plan import StepFeatures
 from expediter.core.request import FinishReason
+from expediter.core.slo import Slo
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -75,6 +76,47 @@ def test_gauges_and_exposition() -> None:
     assert value(metrics, "vllm:num_requests_running") == 0
     text = metrics.render().decode()
     assert re.search(r'^vllm:num_requests_waiting\{engine="3",model_name="m"\} 0\.0$', text, re.M)
+
+
+def test_decisions() -> None:
+    metrics = ServerMetrics("m")
+    replica = metrics.for_replica(3)
+    slo = Slo(ttft_s=2.5, tpot_s=1.0, e2e_s=5.0)
+    for name, slo_class, first_s in (("a", "fast", 2.0), ("b", "fast", 3.0), ("c", "", 1.0)):
+        replica.record([Queued(name, 0.0, "alice", slo_class, slo)])
+        replica.record([Admitted(name, 1.0, 20, 16, False, {"budget": 0.75, "step": 0.25}), FirstToken(name, first_s)])
+    replica.record([Preempted("c", 1.5, PreemptCause.GROWTH, 21), Admitted("c", 2.0, 22, 16, True, {"no_slot": 0.5})])
+    replica.record([Finished("a", 4.0, FinishReason.STOP, 20, 3, 16, 0)])
+    replica.record(
+        [Finished("b", 4.0, FinishReason.LENGTH, 20, 3, 16, 0), Finished("c", 4.0, FinishReason.ABORT, 20, 3, 16, 1)]
+    )
+    replica.record([Queued("d", 0.0, "bob", "fast", slo), Rejected("d", 1.0, RejectReason.LATE, "no")])
+    replica.record_step(StepFeatures(300, 3, 2, 9, 1.0), 400)
+    replica.record_step(StepFeatures(2, 2, 2, 9, 0.0), 400)
+    replica.set_step_times(2.0, 1.5, 0.75)
+    replica.set_gauges(
+        num_running=0,
+        num_waiting=3,
+        num_pending_tokens=0,
+        num_used_blocks=0,
+        num_blocks=1,
+        waiting_by_reason={"no_slot": 2, "late": 1},
+    )
+    judged = "expediter:request_slo_total"
+    assert value(metrics, judged, slo_class="fast", tenant="alice", met="true") == 1
+    assert value(metrics, judged, slo_class="fast", tenant="alice", met="false") == 1
+    assert value(metrics, judged, slo_class="fast", tenant="bob", met="false") == 1
+    assert value(metrics, judged, slo_class="", tenant="alice", met="true") is None, "who leaves is not judged"
+    assert value(metrics, "expediter:request_held_seconds_total", reason="budget") == 2.25
+    assert value(metrics, "expediter:request_held_seconds_total", reason="no_slot") == 0.5
+    assert value(metrics, "expediter:tenant_prompt_tokens_total", tenant="alice") == 60
+    assert value(metrics, "expediter:tenant_cached_tokens_total", tenant="alice") == 48
+    assert value(metrics, "expediter:preemptions_by_cause_total", cause="growth") == 1
+    assert value(metrics, "expediter:step_budget_used_share_sum") == 0.75
+    assert value(metrics, "expediter:step_budget_used_share_count") == 1
+    assert value(metrics, "expediter:step_seconds_predicted_sum") == 1.5
+    waiting = "expediter:num_requests_waiting_by_reason"
+    assert [value(metrics, waiting, reason=r) for r in ("no_slot", "late", "budget")] == [2, 1, 0]
 
 
 def test_the_step_log_is_bounded() -> None:

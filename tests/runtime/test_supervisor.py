@@ -15,8 +15,10 @@ import pytest
 from expediter.control.routing import make_router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Finished
+from expediter.core.explanation import Reason, Span
 from expediter.core.request import FinishReason, Request
 from expediter.runtime.clock import MonotonicClock
+from expediter.runtime.questions import Questions
 from expediter.runtime.spec import ReplicaSpec, decode_spec, encode_spec
 from expediter.runtime.streams import OutputTokens, RequestStream
 from expediter.runtime.supervisor import ReplicaState, Supervisor, SupervisorConfig
@@ -26,6 +28,21 @@ from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
 FAKE_REPLICA = Path(__file__).parent / "fake_replica.py"
+
+
+def test_questions_are_answered_once_for_all_who_asked() -> None:
+    async def ask() -> None:
+        questions = Questions()
+        futures = [questions.ask(name) for name in ("a", "a", "b")]
+        spans = (Span(0.0, None, Reason.QUEUED),)
+        futures[0].cancel()
+        questions.answer("a", spans)
+        questions.answer("nobody", None)
+        questions.give_up()
+        assert await futures[1] == spans
+        assert await futures[2] is None
+
+    asyncio.run(ask())
 
 
 def spec(number: int = 0, max_model_len: int | None = None) -> ReplicaSpec:
@@ -111,6 +128,30 @@ def test_requests_over_two_replicas() -> None:
             running.submit([request("late", [1])], asyncio.Event())
         await running.stop()
         assert_gone(*pids)
+
+    asyncio.run(story())
+
+
+def test_whichever_replica_had_it_explains_a_request() -> None:
+    async def story() -> None:
+        running = supervisor(specs=[spec(0), spec(1)])
+        assert await running.explain("r0") is None, "there is nobody to ask yet"
+        await running.start()
+        streams = [running.submit([request(f"r{i}", [i + 1] * 2, 1)], asyncio.Event())[0] for i in range(2)]
+        for stream in streams:
+            await collect(stream)
+            spans = await running.explain(stream.request.request_id)
+            assert spans is not None
+            assert [span.reason for span in spans][-1] is Reason.ENDED
+        assert await running.explain("nobody") is None
+        os.kill(running.pids[0], signal.SIGSTOP)
+        with pytest.raises(CapacityError, match="in time"):
+            await running.explain("r0", timeout_s=0.05)
+        os.kill(running.pids[0], signal.SIGCONT)
+        running._replicas[0].process.kill()  # type: ignore[union-attr]
+        assert (await running.explain("r1")) is not None, "the other one knows"
+        await running.stop()
+        assert await running.explain("r1") is None
 
     asyncio.run(story())
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
-from expediter.core.request import Request, Status
-from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
+from expediter.core.request import CacheHint, Request, Status
+from expediter.scheduling.build import EVICTIONS, CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
@@ -34,6 +34,7 @@ class Sketch(NamedTuple):
     stop_token_ids: tuple[int, ...]
     priority: int
     cache_salt: str
+    cache_hint: CacheHint | None
     lateness_s: float
     n: int
 
@@ -48,6 +49,7 @@ SKETCHES = st.builds(
     stop_token_ids=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from(["", "", "b"]),
+    cache_hint=st.sampled_from([None, None, None, CacheHint(drop=True), CacheHint(pin_s=4.0), CacheHint(pin_s=60.0)]),
     lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
     n=st.sampled_from([1, 1, 1, 2, 3, 4]),
 )
@@ -67,6 +69,10 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
             None if node is None else (node.tokens, node.blocks.tolist(), node.stamp, sorted(node.children or ()))
             for node in kv.tree._nodes
         ],
+        "pasts": [
+            None if node is None else (node.used_s, node.num_hits, node.history, node.pinned_until_s)
+            for node in kv.tree._nodes
+        ],
         "counters": decoding.counters[:, :size].tolist(),
         "decoding": [state.request_id for state in decoding.states[:size]],
         "last": decoding.last_tokens[:size].tolist(),
@@ -79,6 +85,10 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
         "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
         "slots": list(running._free_slots),
+        "host": (
+            {o: c.blocks.tolist() for o, c in kv.host._copies.items()},
+            kv.host._free[: kv.host.num_free].tolist(),
+        ),
         "next": scheduler._next_step,
         "stuck": scheduler._queue_is_stuck,
     }
@@ -98,6 +108,22 @@ def census(scheduler: Scheduler) -> None:
     assert len(in_tree) == len(set(in_tree))
     assert [owners[block] for block in range(kv.num_blocks)] == kv.pool.refs.tolist()
     assert (len(free), len(cached), len(owners)) == (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
+    host = [block for copy in kv.host._copies.values() for block in copy.blocks.tolist()]
+    host += kv.host._free[: kv.host.num_free].tolist()
+    host += [block for blocks in kv.host._in_transit for block in blocks.tolist()]
+    assert sorted(host) == list(range(kv.host.num_blocks))
+    waiting = {s.sequence for s in scheduler._requests.values() if s.status is Status.PREEMPTED}
+    assert waiting.issuperset(kv.host._copies)
+
+
+class OneSecondPerToken:
+    """A step-time model: what a chunk adds is its number of tokens."""
+
+    def step_time_s(self, features):
+        return 1.0 + features.num_tokens
+
+    def decode_run_s(self, features, num_steps):
+        return np.full(num_steps, 1.0 + features.num_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -122,8 +148,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         ordering=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(sorted(EVICTIONS)),
+        swap=st.sampled_from([("recompute", 0), ("swap", 8), ("swap", 4), ("cheaper", 6), ("swap", 1)]),
     )
-    def build(self, max_num_seqs, limits, extra_budget, extra_len, num_blocks, block_size, ordering, prefix_caching):
+    def build(
+        self,
+        max_num_seqs,
+        limits,
+        extra_budget,
+        extra_len,
+        num_blocks,
+        block_size,
+        ordering,
+        prefix_caching,
+        eviction,
+        swap,
+    ):
+        preemption_mode, num_host_blocks = swap
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
@@ -132,8 +173,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         scheduler = build_scheduler(
             config=config,
-            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
-            policy=PolicyConfig(ordering=ordering),
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                num_host_blocks=num_host_blocks,
+                block_swap_s=4.0,
+            ),
+            policy=PolicyConfig(ordering=ordering, eviction=eviction, preemption_mode=preemption_mode),
+            prior=OneSecondPerToken(),
         )
         self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
         self.is_draining = False
@@ -154,6 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=sketch.stop_token_ids,
                 priority=sketch.priority,
                 cache_salt=sketch.cache_salt,
+                cache_hint=sketch.cache_hint,
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
             self.num_added += 1
@@ -203,6 +252,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.apply(result)
         driver.apply_late(result)
         self._keep(result)
+
+    @precondition(lambda self: self.driver.scheduler.kv.host.num_blocks)
+    @rule(data=st.data())
+    def break_or_mend_host_blocks(self, data):
+        """Moves from and to broken blocks fail; whoever needed them computes again."""
+        last = self.driver.scheduler.kv.host.num_blocks - 1
+        self.driver.executor.broken_host_blocks = {data.draw(st.integers(-1, last))}
 
     @precondition(lambda self: self.old_results)
     @rule(data=st.data())

@@ -203,6 +203,17 @@ def test_behind_in_fairness():
     assert last(driver, "greedy1").details["ahead_requests"] == 1
 
 
+def test_behind_in_fairness_by_now():
+    """It was first when it came; then another of its tenant was served, and whoever asks is told."""
+    driver = build(num_seqs=1, budget=64, ordering="fair_share")
+    driver.submit("first", [1] * 40, 4, tenant="greedy")
+    driver.submit("second", [3] * 4, 2, tenant="greedy")
+    driver.submit("other", [2] * 4, 2, tenant="other")
+    assert last(driver, "second").reason is Reason.QUEUED
+    driver.step()
+    assert last(driver, "second").reason is Reason.FAIRNESS
+
+
 def test_behind_in_fairness_by_quantum():
     driver = build(num_seqs=1, budget=64, ordering=None, policy=PolicyConfig(ordering="deficit_prefix"))
     ordering = driver.scheduler.policy.rules.ordering
@@ -283,6 +294,21 @@ def test_who_asked_is_refused_when_late_and_others_are_deferred():
     assert Reason.LATE in reasons(driver, "patient")
     driver.run_to_end()
     assert driver.requests["patient"].finished is not driver.rejected["hasty"]
+
+
+def test_a_group_is_refused_as_one():
+    driver = build(num_seqs=2, ordering=HastyFcfs())
+    driver.submit("running", [1], 8)
+    driver.step()
+    driver.submit("hasty", [2], 2, slo=Slo(ttft_s=2.5), refuse_late=True, n=2)
+    driver.step()
+    assert last(driver, "hasty.1").reason is Reason.NO_SLOT, "one slot is free, and they start together"
+    for _ in range(3):
+        driver.step()
+    assert set(driver.rejected) == {"hasty", "hasty.1"}
+    assert reasons(driver, "hasty") == reasons(driver, "hasty.1")
+    assert reasons(driver, "hasty")[-1] is Reason.REJECTED
+    driver.run_to_end()
 
 
 @settings(deadline=None, max_examples=80)
@@ -392,7 +418,7 @@ def test_a_restless_request_has_a_bounded_list():
     explanations.queued("a", 0.0, (Reason.QUEUED, {}), (0, 0))
     for turn in range(1, 500):
         explanations.held("a", float(turn), (Reason.NO_SLOT, Reason.NO_BLOCKS)[turn % 2], {})
-    spans = explanations.of("a", 500.0, {})
+    spans = explanations.of("a", 500.0, Reason.QUEUED, {})
     assert len(spans) <= 33
     assert (spans[0].from_s, spans[-1].to_s) == (0.0, None)
     assert all(before.to_s == after.from_s for before, after in pairwise(spans))

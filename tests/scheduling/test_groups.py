@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Preempted, RejectReason
+from expediter.core.explanation import Reason
 from expediter.core.request import FinishReason, Request, SamplingParams
+from expediter.core.slo import Slo
 from expediter.scheduling.build import ORDERINGS, PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
 from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
@@ -240,6 +242,36 @@ def test_a_displaced_group_counts_all_that_it_gives_back():
     driver.step()
     assert running(driver) == ["urgent"]
     driver.run_to_end()
+
+
+def test_every_sequence_can_be_explained():
+    driver = build(num_blocks=16, max_num_batched_tokens=8, ordering="priority")
+    waiting(driver)
+    spans = [driver.scheduler.explain(name, driver.now_s) for name in ("a", "a.1", "a.2")]
+    assert spans[0] == spans[1] == spans[2]
+    assert sum(driver.scheduler.num_waiting_by_reason.values()) == driver.scheduler.num_waiting == 3
+    driver.run_to_end()
+    told = [[s.reason for s in driver.scheduler.explain(name, driver.now_s)] for name in ("a", "a.1", "a.2")]
+    assert told == [[Reason.QUEUED, Reason.PREFILLING, Reason.DECODING, Reason.ENDED]] * 3
+
+
+def test_a_late_group_is_refused_as_one():
+    driver = build(ordering="slo")
+    request = Request(
+        request_id="a",
+        prompt=np.array(PROMPT, np.int32),
+        max_tokens=3,
+        slo=Slo(ttft_s=0.1),
+        refuse_late=True,
+        arrival_s=driver.now_s,
+    )
+    scheduler = driver.scheduler
+    scheduler.add_group(sequences_of(request, 3), 0.0)
+    plan = scheduler.plan(50.0)
+    assert plan.is_empty
+    assert [(e.request_id, e.reason) for e in plan.events] == [(n, RejectReason.LATE) for n in ("a", "a.1", "a.2")]
+    assert not scheduler.has_work
+    scheduler.check()
 
 
 def test_a_group_must_be_one():

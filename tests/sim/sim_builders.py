@@ -12,7 +12,17 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "traces"
 NO_DATA = "needs the public traces, which are not part of this repository"
 
 
-def make_trace(rows, *, block_tokens=4, name="made up", priorities=None, tenants=None, slo_classes=None):
+def make_trace(
+    rows,
+    *,
+    block_tokens=4,
+    name="made up",
+    priorities=None,
+    num_sequences=None,
+    tenants=None,
+    cache_hints=None,
+    slo_classes=None,
+):
     """Return a trace of (arrival_s, input, output[, prefix_ids]) rows, given in order of arrival."""
     rows = [(*row, []) if len(row) == 3 else row for row in rows]
     ids = [list(row[3]) for row in rows]
@@ -25,6 +35,8 @@ def make_trace(rows, *, block_tokens=4, name="made up", priorities=None, tenants
         prefix_offsets=np.cumsum([0, *map(len, ids)]).astype(np.int64),
         prefix_block_tokens=block_tokens,
         priorities=None if priorities is None else np.array(priorities, np.int32),
+        cache_hints=None if cache_hints is None else tuple(cache_hints),
+        num_sequences=None if num_sequences is None else np.array(num_sequences, np.int32),
         tenants=tenants,
         slo_classes=slo_classes,
     )

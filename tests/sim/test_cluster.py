@@ -60,7 +60,7 @@ def make_cluster(num_replicas, num_blocks, progress=None):
 def test_arrived_is_ended_plus_inside_at_every_event(rows, num_replicas):
     cluster, census = make_cluster(num_replicas, num_blocks=20)
     seen = []
-    cluster.run(make_trace(rows).requests() if rows else [], seen.append)
+    cluster.run(make_trace(rows).groups() if rows else [], seen.append)
     assert census.num_arrived == census.num_ended == len(rows)
     assert seen[-1] == len(rows)
 
@@ -68,7 +68,7 @@ def test_arrived_is_ended_plus_inside_at_every_event(rows, num_replicas):
 def test_load_is_counted_at_dispatch():
     """A burst at one instant is spread although no replica has planned anything yet."""
     cluster, census = make_cluster(3, num_blocks=100)
-    cluster.run(make_trace([(0.0, 90, 1), (0.0, 8, 1), (0.0, 8, 1), (0.0, 8, 1)]).requests())
+    cluster.run(make_trace([(0.0, 90, 1), (0.0, 8, 1), (0.0, 8, 1), (0.0, 8, 1)]).groups())
     assert max(census.in_flight) == 4
     assert census.prompts == {0: [90], 1: [8, 8], 2: [8]}
 
@@ -76,5 +76,5 @@ def test_load_is_counted_at_dispatch():
 def test_progress_is_told_from_time_to_time():
     cluster, _ = make_cluster(1, num_blocks=100)
     seen = []
-    cluster.run(make_trace([(i / 10, 4, 1) for i in range(150)]).requests(), seen.append)
+    cluster.run(make_trace([(i / 10, 4, 1) for i in range(150)]).groups(), seen.append)
     assert seen == [64, 128, 150]

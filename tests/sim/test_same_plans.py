@@ -36,7 +36,8 @@ class PlanRecorder:
                 plan.block_tables[slot, : -(-(start + length) // 4)].tolist()
                 for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True)
             ]
-            facts = (now_s, plan.step_id, plan.num_decodes, plan.features, list(plan.events))
+            moves = [array.tolist() for array in (*plan.swap_out, *plan.swap_in)]
+            facts = (now_s, plan.step_id, plan.num_decodes, plan.features, list(plan.events), moves)
             self.plans.append((*facts, *(array.tolist() for array in arrays), tables, admitted))
         return plan
 
@@ -49,7 +50,8 @@ class Ignored:
         pass
 
 
-def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, ordering):
+def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, ordering, num_host_blocks=0):
+    swap = {"num_host_blocks": num_host_blocks, "block_swap_s": 0.01}
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": 200}
     simulation = build_simulation(
         SimulationConfig(
@@ -60,6 +62,7 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
             slo=TARGETS,
             jumps=False,
             **limits,
+            **swap,
         )
     )
     simulated = PlanRecorder(simulation.schedulers[0])
@@ -67,13 +70,18 @@ def plans_of_both(trace, *, step_time, num_blocks, max_num_seqs, budget, orderin
 
     scheduler = build_scheduler(
         config=SchedulerConfig(**limits),
-        cache=CacheConfig(num_blocks=num_blocks, block_size=4),
+        cache=CacheConfig(num_blocks=num_blocks, block_size=4, **swap),
         policy=PolicyConfig(ordering=ordering),
         prior=step_time,
     )
     live = PlanRecorder(scheduler)
     executor_limits = ExecutorLimits(
-        num_blocks=num_blocks, block_size=4, max_model_len=200, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs
+        num_blocks=num_blocks,
+        block_size=4,
+        max_model_len=200,
+        vocab_size=VOCAB_SIZE,
+        max_num_seqs=max_num_seqs,
+        **swap,
     )
     requests = [replace(request, slo=TARGETS) for request in trace.requests()]
     clock = VirtualClock()
@@ -100,8 +108,11 @@ rows = st.tuples(
     st.sampled_from([12, 25, 100]),
     st.integers(1, 5),
     st.sampled_from(sorted(ORDERINGS)),
+    st.sampled_from([0, 0, 40]),
 )
-def test_simulator_and_runtime_make_the_same_plans(requests, step_time, num_blocks, max_num_seqs, ordering):
+def test_simulator_and_runtime_make_the_same_plans(
+    requests, step_time, num_blocks, max_num_seqs, ordering, num_host_blocks
+):
     trace = make_trace(requests, priorities=[len(row[3]) % 3 for row in requests])
     simulated, live = plans_of_both(
         trace,
@@ -110,6 +121,7 @@ def test_simulator_and_runtime_make_the_same_plans(requests, step_time, num_bloc
         max_num_seqs=max_num_seqs,
         budget=24,
         ordering=ordering,
+        num_host_blocks=num_host_blocks,
     )
     assert simulated == live
 

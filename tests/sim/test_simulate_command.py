@@ -76,12 +76,14 @@ def test_parts_of_the_policy_have_flags(trace, capsys):
         "memory": "predicted_peak",
         "budget": "slack",
         "victims": "last_in",
+        "preemption_mode": "swap",
     }
-    words = [word for name, part in parts.items() for word in (f"--{name}", part)]
+    flags = {name: f"--{name.replace('_', '-')}" for name in parts}
+    words = [word for name, part in parts.items() for word in (flags[name], part)]
     assert report_of(capsys, "--trace", trace, *words)["configuration"]["policy"].items() >= parts.items()
     for name in parts:
         with pytest.raises(ConfigurationError, match=r"no .* 'nothing'; there are: "):
-            command("--trace", trace, f"--{name}", "nothing")
+            command("--trace", trace, flags[name], "nothing")
 
 
 def test_flags_win_over_the_preset(trace, capsys):
@@ -155,3 +157,38 @@ def test_building_the_parser_imports_nothing_heavy():
         "sys.exit(', '.join({'numpy', 'pyarrow', 'rich'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).stderr == b"\n"
+
+
+def test_classes_tenants_and_explanations(tmp_path, capsys):
+    rows = [
+        {"arrival_s": i / 50, "input_tokens": 900, "output_tokens": 9, "slo_class": "ab"[i % 2], "tenant": f"t{i % 3}"}
+        for i in range(30)
+    ]
+    trace, config = str(write_jsonl(tmp_path / "trace.jsonl", rows)), tmp_path / "c.toml"
+    config.write_text("[slo_classes.a]\nttft_s = 0.5\n[slo_classes.b]\ne2e_s = 60\n")
+    words = ("--trace", trace, "--config", str(config), "--max-num-seqs", "4", "--explain", "r0000020")
+    assert command(*words, "--explain", "r0000000") == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "attained",
+        "tenant",
+        "t2",
+        "token budget",
+        "r0000020 arrived at 0.400 s",
+        "held",
+        "ended: length",
+    ):
+        assert expected in out
+    assert command(*words, "--json", "-", "--seed", "3", "--rate-scale", "2") == 0
+    printed = capsys.readouterr()
+    assert "r0000020 arrived" in printed.err
+    report = json.loads(printed.out)
+    assert set(report["classes"]) == {"a", "b"}
+    assert report["classes"]["b"]["slo_attainment"] == 1
+    assert set(report["tenants"]["t0"]) >= {"arrived", "slo_attainment", "goodput_rps", "ttft_s", "prefix_hit_rate"}
+    assert (report["trace"]["seed"], report["trace"]["rate_scale"], report["trace"]["limit"]) == (3, 2.0, None)
+    assert sum(report["decisions"]["held_s"].values()) > 0
+    with pytest.raises(ConfigurationError, match="no request 'r9'"):
+        command("--trace", trace, "--config", str(config), "--explain", "r9")
+    with pytest.raises(ConfigurationError, match="no SLO class 'a'"):
+        command("--trace", trace)

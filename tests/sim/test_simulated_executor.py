@@ -18,6 +18,8 @@ def make(limits: ExecutorLimits, step_time=None):
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         step_time=step_time or ConstantTime(0.01),
+        num_host_blocks=limits.num_host_blocks,
+        block_swap_s=limits.block_swap_s,
     )
 
 

@@ -16,9 +16,9 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, w
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
 from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo, SloClass
-from expediter.scheduling.build import ORDERINGS
+from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
 from expediter.scheduling.ordering.base import KeyOrdering
 
 
@@ -62,14 +62,21 @@ SLO_CLASSES = {
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
     st.sampled_from(sorted(ORDERINGS)),
+    st.sampled_from(sorted(EVICTIONS)),
     st.booleans(),
     st.integers(1, 5),
 )
-def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, ordering, caching, max_num_seqs):
+def test_jumps_equal_single_steps(
+    rows, step_time, replicas, num_blocks, routing, ordering, eviction, caching, max_num_seqs
+):
+    hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
+    num_sequences = [(1, 1, 2, 3)[row[1] % 4] for row in rows]
     trace = make_trace(
         rows,
         priorities=[len(row[3]) % 3 for row in rows],
+        num_sequences=num_sequences,
         tenants=tuple("ab"[row[1] % 2] for row in rows),
+        cache_hints=[hints[row[2] // 4 % 4] for row in rows],
         slo_classes=tuple(("", *SLO_CLASSES)[row[2] % 4] for row in rows),
     )
     config = {
@@ -77,6 +84,7 @@ def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing
         "replicas": replicas,
         "num_blocks": num_blocks,
         "routing": routing,
+        "policy": PolicyConfig(eviction=eviction),
         "ordering": ordering,
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,
@@ -85,7 +93,59 @@ def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing
     }
     report, log = run(trace, **config)
     assert (report, log) == run(trace, jumps=False, **config)
+    assert_conserved(report, log, sum(num_sequences))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    traces,
+    st.sampled_from([12, 16, 30]),
+    st.sampled_from([1, 8, 40]),
+    st.sampled_from(["fcfs", "priority", "slo"]),
+    st.sampled_from(["swap", "cheaper"]),
+    st.booleans(),
+)
+def test_jumps_equal_single_steps_while_blocks_move(rows, num_blocks, num_host_blocks, ordering, mode, caching):
+    trace = make_trace(rows, priorities=[len(row[3]) % 3 for row in rows])
+    config = {
+        "step_time": ContextTime(0.25),
+        "num_blocks": num_blocks,
+        "num_host_blocks": num_host_blocks,
+        "block_swap_s": 0.01,
+        "ordering": ordering,
+        "preemption_mode": mode,
+        "prefix_caching": caching,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+    }
+    report, log = run(trace, **config)
+    assert (report, log) == run(trace, jumps=False, **config)
     assert_conserved(report, log, len(rows))
+
+
+def test_moving_blocks_takes_time():
+    """Two decodes meet in eight blocks: one goes out and comes back, which takes as long as its blocks take."""
+    rows = [(0.0, 12, 9), (0.0, 12, 9)]
+    config = {"num_blocks": 8, "num_host_blocks": 8, "preemption_mode": "swap", "prefix_caching": False}
+    still, log = run(make_trace(rows), **config, block_swap_s=0.0)
+    moving, _ = run(make_trace(rows), **config, block_swap_s=0.125)
+    (out,) = [line for line in log if line["event"] == "preempted"]
+    assert out["swapped_tokens"] == out["lost_tokens"]
+    num_blocks = -(-out["swapped_tokens"] // 4)
+    assert [line["restored_tokens"] for line in log if line.get("resumed")] == [out["swapped_tokens"]]
+    assert moving.simulated_s == still.simulated_s + 2 * 0.125 * num_blocks
+    assert moving.num_steps == still.num_steps
+
+
+def test_swap_space_is_counted_in_the_models_blocks():
+    space = {"model": "llama-3.1-8b", "swap_space_bytes": 4 << 30}
+    for gpu, tp in (("a100-80g", 1), ("h100", 2)):
+        scheduler = build_simulation(SimulationConfig(gpu=gpu, tensor_parallel=tp, **space)).schedulers[0]
+        # 32 layers of 8 heads of 128, keys and values in two bytes: 128 KiB per token, 2 MiB per block of 16.
+        assert scheduler.kv.host.num_blocks == 2048 * tp
+    assert scheduler.knowledge.block_swap_s == pytest.approx((1 << 20) / (0.8 * 64e9))
+    with pytest.raises(ConfigurationError, match="swap_space_bytes must not be negative"):
+        SimulationConfig(swap_space_bytes=-1)
 
 
 def assert_conserved(report, log, num_requests):
@@ -142,6 +202,19 @@ def test_shared_prefixes_hit_and_unique_prompts_never_do():
     assert report.prefix_hit_rate == 28 / 52
     assert run(shared, prefix_caching=False)[0].prefix_hit_rate == 0
     assert run(make_trace([(float(i), 16, 20) for i in range(9)]))[0].prefix_hit_rate == 0
+
+
+def test_sequences_of_a_request_start_together_and_compute_its_prompt_once():
+    shared = make_trace([(0.0, 40, 3), (0.1, 6, 2)], num_sequences=[3, 1])
+    # 40 tokens in chunks of 8; the second request waits for the step in progress and then for the budget
+    report, log = run(shared, max_num_seqs=4, max_num_batched_tokens=8)
+    first = [line["request"] for line in log if line["event"] == "first_token"][:3]
+    assert first == ["r0000000", "r0000000.1", "r0000000.2"]
+    assert times(log, "first_token")[:3] == [1.25] * 3
+    assert report.prefix_hit_rate == 80 / 126  # two of the three sequences compute nothing of it
+    assert report.requests.finished == 4
+    alone = make_trace([(0.0, 40, 3)] * 3)
+    assert run(alone, max_num_seqs=4, max_num_batched_tokens=8, prefix_caching=False)[0].num_steps > report.num_steps
 
 
 def test_requests_that_cannot_be_served_are_counted_and_the_run_ends():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, write_jsonl
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.request import CacheHint
 from expediter.sim.trace import TraceError, trace_summary
 from expediter.sim.trace_readers import MAX_LENGTH, read_trace
 
@@ -24,13 +25,14 @@ def test_own_format(tmp_path):
     rows = [
         OWN,
         {"arrival_s": 1, "input_tokens": 9, "output_tokens": 0, "prefix_ids": [7, 8], "prefix_block_tokens": 4}
-        | {"priority": -3, "tenant": "a"},
+        | {"priority": -3, "tenant": "a", "cache_hint": {"pin_s": 30}},
     ]
     trace = read_trace(write_jsonl(tmp_path / "t.jsonl", rows))
     first, second = trace.requests()
     assert (first.request_id, first.arrival_s, first.num_prompt_tokens, first.max_tokens) == ("r0000000", 0.5, 20, 3)
-    assert (first.priority, first.tenant, first.stop_token_ids) == (0, "", ())
+    assert (first.priority, first.tenant, first.cache_hint, first.stop_token_ids) == (0, "", None, ())
     assert (second.arrival_s, second.max_tokens, second.priority, second.tenant) == (1.0, 1, -3, "a")
+    assert second.cache_hint == CacheHint(pin_s=30.0)
     assert trace.prefix_ids.tolist() == [7, 8]
 
 
@@ -130,6 +132,7 @@ def test_parquet_without_the_columns(tmp_path):
         {"prefix_ids": [1], "prefix_block_tokens": 0},
         {"priority": 2**40},
         {"tenant": 3},
+        *({"cache_hint": hint} for hint in ("pin", {}, {"pin_s": 0}, {"pin_s": "9"}, {"pin_s": 9, "drop": True})),
         {"tennant": "a"},
     ],
 )
@@ -215,6 +218,18 @@ def test_rows_out_of_order_are_sorted_and_ties_keep_the_files_order(tmp_path):
     trace = read_trace(write_jsonl(tmp_path / "t.jsonl", rows))
     assert trace.input_tokens.tolist() == [2, 4, 1, 3]
     assert trace.prefix_ids.tolist() == [2, 4, 1, 3]
+
+
+def test_requests_with_several_sequences(tmp_path):
+    rows = [OWN | {"arrival_s": 2, "n": 3}, OWN | {"arrival_s": 1}]
+    trace = read_trace(write_jsonl(tmp_path / "t.jsonl", rows))
+    one, group = trace.groups()
+    assert [request.request_id for request in one] == ["r0000000"]
+    assert [request.request_id for request in group] == ["r0000001", "r0000001.1", "r0000001.2"]
+    assert group[0].prompt is group[2].prompt
+    assert len(list(trace.take(1).requests())) == 1
+    with pytest.raises(TraceError, match="n"):
+        read_trace(write_jsonl(tmp_path / "none.jsonl", [OWN | {"n": 0}]))
 
 
 def test_ids_that_are_hashes_are_renumbered(tmp_path):

@@ -316,6 +316,8 @@ def _simulate(info: ServerInfo, model: FittedModel, requests: Sequence[Request])
         prefix_caching=info.prefix_caching,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_swap_s=info.block_swap_s,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,

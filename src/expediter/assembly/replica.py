@@ -31,6 +31,7 @@ def build_replica(spec: ReplicaSpec) -> BuiltReplica:
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
             kv_cache_bytes=spec.kv_cache_memory_bytes,
+            swap_space_bytes=spec.swap_space_bytes,
             max_num_seqs=spec.scheduler.max_num_seqs,
             max_model_len=spec.max_model_len,
             num_threads=spec.num_threads,
@@ -53,7 +54,11 @@ def assemble_replica(spec: ReplicaSpec, executor: Executor) -> BuiltReplica:
             replace(spec.scheduler, max_model_len=max_model_len), spec.policy, spec.max_num_batched_tokens
         ),
         cache=CacheConfig(
-            num_blocks=limits.num_blocks, block_size=limits.block_size, prefix_caching=spec.prefix_caching
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefix_caching=spec.prefix_caching,
+            num_host_blocks=limits.num_host_blocks,
+            block_swap_s=limits.block_swap_s,
         ),
         policy=spec.policy,
     )

@@ -45,6 +45,7 @@ class ServeConfig:
         max_model_len: None for what model and KV pool can hold.
         max_num_batched_tokens: None for the preset's, or what its batching needs.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
+        swap_space_bytes: host memory of each replica for the KV of preempted requests.
         api_keys: keys of nobody in particular; none here and none in `file`: everybody may come in.
         file: SLO classes, and keys of tenants.
         shutdown_timeout_s: for requests in flight at the first signal.
@@ -62,6 +63,7 @@ class ServeConfig:
     max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    swap_space_bytes: int = 0
     dtype: str = "auto"
     device: str = "auto"
     api_keys: tuple[str, ...] = ()
@@ -78,6 +80,8 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        if self.swap_space_bytes < 0:
+            raise ConfigurationError(f"swap_space_bytes must not be negative, not {self.swap_space_bytes}")
         if self.preset.block_size < 1:
             raise ConfigurationError(f"block_size must be at least 1, not {self.preset.block_size}")
         if not self.shutdown_timeout_s >= 0:
@@ -163,6 +167,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             block_size=config.preset.block_size,
             num_blocks=config.num_blocks,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            swap_space_bytes=config.swap_space_bytes,
             scheduler=config.preset.scheduler,
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -201,6 +206,8 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
             replicas=len(hellos),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
+            num_host_blocks=limits.num_host_blocks,
+            block_swap_s=limits.block_swap_s,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,

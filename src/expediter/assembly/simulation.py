@@ -21,7 +21,7 @@ from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import RooflineModel, kv_capacity
+from expediter.perfmodel.roofline import RooflineModel, host_tier_size, kv_capacity
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
@@ -54,12 +54,15 @@ class SimulationConfig:
         routing: name of a routing policy.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
-        batching, memory, budget, victims: names of parts.
+        batching, memory, budget, victims, preemption_mode: names of parts.
         knows_step_time: schedulers start from the simulation's own step-time model instead of learning from nothing.
         max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler; a batching that
             computes prompts whole sets the token budget itself.
         block_size: tokens per KV block.
         num_blocks: KV blocks per replica; None for what the GPUs hold beside the weights.
+        swap_space_bytes: host memory per GPU for the KV of preempted requests.
+        num_host_blocks: blocks of each replica's host tier; None for what `swap_space_bytes` holds.
+        block_swap_s: time to move one block there or back; None for what the GPU's link takes.
         prefix_caching: whether ended requests leave their KV for reuse.
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
@@ -82,12 +85,16 @@ class SimulationConfig:
     memory: str | None = None
     budget: str | None = None
     victims: str | None = None
+    preemption_mode: str | None = None
     knows_step_time: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     block_size: int | None = None
     num_blocks: int | None = None
+    swap_space_bytes: int = 0
+    num_host_blocks: int | None = None
+    block_swap_s: float | None = None
     prefix_caching: bool | None = None
     step_time: StepTimeModel | None = None
     jumps: bool = True
@@ -97,6 +104,10 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        for name in ("swap_space_bytes", "num_host_blocks", "block_swap_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigurationError(f"{name} must not be negative, not {value}")
 
 
 class Simulation:
@@ -153,8 +164,8 @@ class Simulation:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
-        stream = requests.requests() if isinstance(requests, Trace) else requests
-        self._cluster.run((self._with_targets(request) for request in stream), progress)
+        groups = requests.groups() if isinstance(requests, Trace) else ((request,) for request in requests)
+        self._cluster.run((tuple(map(self._with_targets, group)) for group in groups), progress)
         return build_report(
             self.metrics,
             slo=self._config.slo,
@@ -213,6 +224,8 @@ class _Setup:
     prefix_caching: bool
     block_size: int
     num_blocks: int
+    num_host_blocks: int
+    block_swap_s: float | None
     step_time: StepTimeModel
 
 
@@ -232,7 +245,11 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             build_scheduler(
                 config=setup.limits,
                 cache=CacheConfig(
-                    num_blocks=setup.num_blocks, block_size=setup.block_size, prefix_caching=setup.prefix_caching
+                    num_blocks=setup.num_blocks,
+                    block_size=setup.block_size,
+                    prefix_caching=setup.prefix_caching,
+                    num_host_blocks=setup.num_host_blocks,
+                    block_swap_s=setup.block_swap_s,
                 ),
                 policy=setup.policy,
                 ordering=None if setup.own_ordering is None else setup.own_ordering(),
@@ -244,6 +261,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
                 max_model_len=setup.limits.max_model_len,
                 max_num_seqs=setup.limits.max_num_seqs,
                 step_time=setup.step_time,
+                num_host_blocks=setup.num_host_blocks,
+                block_swap_s=setup.block_swap_s,
             ),
             loop,
             observers,
@@ -258,7 +277,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
 def _resolve(config: SimulationConfig) -> _Setup:
     preset = load_preset(config.preset)
     policy = preset.policy if config.policy is None else config.policy
-    parts = {name: getattr(config, name) for name in ("ordering", "batching", "memory", "budget", "victims")}
+    names = ("ordering", "batching", "memory", "budget", "victims", "preemption_mode")
+    parts = {name: getattr(config, name) for name in names}
     policy = replace(policy, **{name: part for name, part in parts.items() if isinstance(part, str)})
     step_time, num_blocks = config.step_time, config.num_blocks
     block_size = preset.block_size if config.block_size is None else config.block_size
@@ -267,6 +287,12 @@ def _resolve(config: SimulationConfig) -> _Setup:
     if num_blocks is None:
         shape, gpu = shape_named(config.model), gpu_named(config.gpu)
         num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+    num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
+    if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
+        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
+        tier = host_tier_size(shape, gpu, config.tensor_parallel, block_size, config.swap_space_bytes)
+        num_host_blocks = tier.num_blocks if num_host_blocks is None else num_host_blocks
+        block_swap_s = tier.block_swap_s if block_swap_s is None else block_swap_s
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
     scheduler = replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None})
     return _Setup(
@@ -278,6 +304,8 @@ def _resolve(config: SimulationConfig) -> _Setup:
         prefix_caching=preset.prefix_caching if config.prefix_caching is None else config.prefix_caching,
         block_size=block_size,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks or 0,
+        block_swap_s=block_swap_s,
         step_time=step_time,
     )
 
@@ -295,6 +323,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "prefix_caching": setup.prefix_caching,
         "block_size": setup.block_size,
         "num_blocks": setup.num_blocks,
+        "num_host_blocks": setup.num_host_blocks,
         "max_num_seqs": setup.limits.max_num_seqs,
         "max_num_batched_tokens": setup.limits.max_num_batched_tokens,
         "max_model_len": setup.limits.max_model_len,
@@ -321,6 +350,7 @@ def prepare_trace(
         if Path(name).is_file():
             raise
         raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    trace = replace(trace, seed=seed)
     return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 
 

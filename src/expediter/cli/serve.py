@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from expediter.cli.sizes import gibibytes
+
 if TYPE_CHECKING:
     from expediter.assembly.presets import Preset
 
@@ -44,6 +46,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     limits.add_argument("--max-model-len", type=int, metavar="TOKENS", help="default: what model and KV cache hold")
     limits.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block")
     limits.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, on any device")
+    limits.add_argument(
+        "--swap-space",
+        type=gibibytes,
+        default=0,
+        metavar="GIB",
+        help="host memory for the KV of preempted requests (default: 0)",
+    )
     limits.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory of the KV cache")
     limits.add_argument("--scheduling-policy", metavar="NAME", help="order of the waiting queue")
 
@@ -76,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_blocks=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        swap_space_bytes=args.swap_space,
         dtype=args.dtype,
         device=args.device,
         api_keys=tuple(args.api_key),

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
+from expediter.cli.sizes import gibibytes
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -81,6 +83,13 @@ def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a request")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks per replica")
+    group.add_argument(
+        "--swap-space",
+        type=gibibytes,
+        default=0,
+        metavar="GIB",
+        help="host memory per GPU for the KV of preempted requests (default: 0)",
+    )
 
 
 def _add_policy_flags(group: argparse._ArgumentGroup) -> None:
@@ -91,6 +100,7 @@ def _add_policy_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--memory", metavar="NAME", help="how many KV blocks a request must find to start")
     group.add_argument("--budget", metavar="NAME", help="how many tokens a step computes")
     group.add_argument("--victims", metavar="NAME", help="who gives way when blocks run out")
+    group.add_argument("--preemption-mode", metavar="NAME", help="recompute, swap, or the cheaper of them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,11 +131,13 @@ def run(args: argparse.Namespace) -> int:
         memory=args.memory,
         budget=args.budget,
         victims=args.victims,
+        preemption_mode=args.preemption_mode,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         num_blocks=args.num_gpu_blocks_override,
+        swap_space_bytes=args.swap_space,
     )
     trace = prepare_trace(
         args.trace,

@@ -40,6 +40,8 @@ class PreemptCause(enum.Enum):
     """A running request needed a block for its next token."""
     PRIORITY = "priority"
     """A waiting request of strictly higher priority."""
+    SWAP_FAILED = "swap_failed"
+    """Nothing: its KV did not come back from the host, so it starts over. Not counted among its preemptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Entered the running set; `num_cached_tokens` are reused, `num_known_tokens` is what has to be computed in all.
+    """Entered the running set.
 
-    `held_s` is how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
-    For a follower all tokens count as reused: its leader computes them.
+    Attributes:
+        num_known_tokens: what has to be computed in all.
+        num_cached_tokens: of them, reused from the prefix cache; for a follower all of them: its leader computes them.
+        held_s: how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
+        num_restored_tokens: known tokens brought back from the host, behind the cached ones.
     """
 
     request_id: str
@@ -75,6 +80,7 @@ class Admitted:
     num_cached_tokens: int
     resumed: bool
     held_s: Mapping[str, float] = field(default_factory=dict)
+    num_restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +89,11 @@ class Preempted:
     now_s: float
     cause: PreemptCause
     num_lost_tokens: int
-    """Computed tokens given up; what the prefix cache still holds at resumption comes back."""
+    """Computed tokens given up; what the prefix cache or the host still holds at resumption comes back."""
     for_request_id: str = ""
     """Who goes before it, or the first of the others that needed a block; "" if it lacked one itself."""
+    num_swapped_tokens: int = 0
+    """Of the lost ones, those that went to the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,9 @@ class Span:
       seconds by what held the queue (`budget_s`, `no_slot_s`, `no_blocks_s`, `batch_s`, `step_s`); while it waits
       still: `ahead_requests`, `ahead_tokens`, `over_age`, and `held_by`, a `Reason`'s value.
     - `NO_BLOCKS`: `needs_blocks`, `available_blocks`. `FAIRNESS`: `service`, `least_service` in weighted tokens.
-    - `LATE`: `due_s` after its arrival, `needs_s` of computing. `PREEMPTED`: `cause`, `for_request`, `lost_tokens`.
-    - `PREFILLING`: `new_tokens`, `cached_tokens`, `resumed`, `over_age`.
+    - `LATE`: `due_s` after its arrival, `needs_s` of computing. `PREEMPTED`: `cause`, `for_request`, `lost_tokens`,
+      `swapped_tokens` of them.
+    - `PREFILLING`: `new_tokens`, `cached_tokens`, `restored_tokens`, `resumed`, `over_age`.
     - `REJECTED`, `ENDED`: `cause`; `output_tokens`.
     """
 
@@ -131,15 +132,20 @@ def _preempted(details: Mapping[str, Detail]) -> str:
         told = f"preempted for {name}, which goes before it"
     elif cause == "growth":
         told = f"preempted for the next block of {name}" if name else "preempted, since its own next block was not free"
+    elif cause == "swap_failed":
+        told = "stopped, since its KV did not come back from the host"
     else:
         told = f"preempted ({cause})"
-    return f"{told}; {_count(details, 'lost_tokens')} of KV given up"
+    told += f"; {_count(details, 'lost_tokens')} of KV given up"
+    return f"{told}, {details['swapped_tokens']} of them to the host" if details.get("swapped_tokens") else told
 
 
 def _prefilling(details: Mapping[str, Detail]) -> str:
     told = (
         f"runs, computing {_count(details, 'new_tokens')}; {details['cached_tokens']} more came from the prefix cache"
     )
+    if details.get("restored_tokens"):
+        told = f"{told}, {details['restored_tokens']} from the host"
     if details.get("resumed"):
         told = f"{told}; recomputing after a preemption"
     return f"{told}; it went ahead of the order by age" if details.get("over_age") else told

@@ -20,6 +20,23 @@ IntArray = npt.NDArray[np.int32]
 NO_COPIES: Final[IntArray] = np.empty((2, 0), np.int32)
 
 
+class BlockMoves(NamedTuple):
+    """Blocks whose contents move between device and host: `sources[i]` to `targets[i]`, int32, shape [num_blocks].
+
+    The targets are distinct.
+    """
+
+    sources: IntArray
+    targets: IntArray
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.sources)
+
+
+NO_MOVES: Final = BlockMoves(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
 class StepFeatures(NamedTuple):
     """The numbers that a step's duration depends on (DESIGN: step-time model).
 
@@ -50,8 +67,9 @@ class Admission(NamedTuple):
         slot: row that it occupies until it leaves.
         state: the request; its `output` holds what was generated before a preemption.
         tokens: all known tokens, int32, shape [num_known_tokens].
-        num_cached_tokens: leading tokens whose KV is already in its blocks. All of them for a follower: it computes
-            nothing until it samples from its leader's row (`StepPlan.sample_slots`) or takes its leader's place.
+        num_cached_tokens: leading tokens whose KV is already in its blocks, or moves into them with this plan. All of
+            them for a follower: it computes nothing until it samples from its leader's row (`StepPlan.sample_slots`)
+            or takes its leader's place.
     """
 
     slot: int
@@ -84,6 +102,10 @@ class StepPlan:
         budget_tokens: most tokens that the step might compute.
         num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
         events: what planning itself did: admissions and preemptions.
+        swap_out: device blocks to host blocks, after the copies and before anything else of the plan: the device
+            blocks may be handed out again in the same plan.
+        swap_in: host blocks to device blocks, after the swaps out and before the forward pass; no host block is
+            written and read in one plan.
     """
 
     step_id: int
@@ -101,10 +123,17 @@ class StepPlan:
     copies: IntArray = field(default_factory=lambda: NO_COPIES)
     budget_tokens: int = 0
     num_steps: int = 1
+    swap_out: BlockMoves = NO_MOVES
+    swap_in: BlockMoves = NO_MOVES
 
     @property
     def num_seqs(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Blocks that move between device and host, both ways together."""
+        return len(self.swap_out.sources) + len(self.swap_in.sources)
 
     @property
     def is_empty(self) -> bool:
@@ -131,6 +160,8 @@ class StepResult:
         elapsed_s: how long the executor took for all steps (measured, or modelled in simulation).
         durations_s: of each step, if there are several.
         logprobs: per sampled entry, None where not asked for; None when nobody asked.
+        failed_host_blocks: host blocks of the plan's moves whose contents did not arrive, out or in. Entries of the
+            plan that would have read them have results of no meaning.
     """
 
     step_id: int
@@ -138,3 +169,4 @@ class StepResult:
     elapsed_s: float
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     durations_s: tuple[float, ...] | None = None
+    failed_host_blocks: tuple[int, ...] = ()

@@ -31,6 +31,8 @@ class ExecutorLimits:
         max_model_len: longest sequence that the model can attend over, in tokens.
         vocab_size: sampled tokens lie in [0, vocab_size).
         max_num_seqs: slots.
+        num_host_blocks: blocks of the host tier; ids are [0, num_host_blocks).
+        block_swap_s: time to move one block between device and host, one way; None if it is not known.
     """
 
     num_blocks: int
@@ -38,6 +40,8 @@ class ExecutorLimits:
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
+    num_host_blocks: int = 0
+    block_swap_s: float | None = None
 
 
 class Executor(Protocol):
@@ -47,7 +51,10 @@ class Executor(Protocol):
     def limits(self) -> ExecutorLimits: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan to its end; reads the plan's arrays, keeps none of them."""
+        """Run one plan to its end; reads the plan's arrays, keeps none of them.
+
+        Copies come first, then swaps out, then swaps in, then the forward pass.
+        """
         ...
 
     def close(self) -> None:

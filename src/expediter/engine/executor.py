@@ -13,6 +13,7 @@ from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits
 from expediter.engine.attention import ATTENTION_NAME, BATCH_KEYWORD, register
 from expediter.engine.batch import PackedBatch, pack
+from expediter.engine.host_pool import HostPool
 from expediter.engine.kv_pool import KVPool, KVShape
 from expediter.engine.sampler import Sampler
 
@@ -37,6 +38,7 @@ class TorchExecutor:
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens; None for what the model's config says.
         seed: source of the seeds of requests that bring none.
+        num_host_blocks: of the host tier; how fast blocks move there is measured at once.
     Raises:
         ConfigurationError: the model cannot run on paged attention; it is tried out at once.
     """
@@ -50,6 +52,7 @@ class TorchExecutor:
         max_num_seqs: int,
         max_model_len: int | None = None,
         seed: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None)
@@ -59,13 +62,6 @@ class TorchExecutor:
             raise ConfigurationError("the model's config names no longest sequence; max_model_len has to")
         if positions is not None and max_model_len > positions:
             raise ConfigurationError(f"max_model_len {max_model_len} exceeds the model's {positions} positions")
-        self._limits = ExecutorLimits(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            vocab_size=config.vocab_size,
-            max_num_seqs=max_num_seqs,
-        )
         register()
         model.set_attn_implementation(ATTENTION_NAME)
         self._model: PreTrainedModel | None = model
@@ -74,6 +70,16 @@ class TorchExecutor:
         pool = KVPool(shape, num_blocks=num_blocks, block_size=block_size, device=model.device)
         _try_out(model, pool, config.vocab_size)
         self._pool: KVPool | None = pool
+        self._host = HostPool(pool, num_host_blocks) if num_host_blocks else None
+        self._limits = ExecutorLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            num_host_blocks=num_host_blocks,
+            block_swap_s=None if self._host is None else self._host.measure_block_swap_s(),
+        )
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -95,6 +101,9 @@ class TorchExecutor:
         for admission in plan.admitted:
             self._sampler.admit(admission)
         pool.copy(plan.copies)
+        if self._host is not None and plan.num_swapped_blocks:
+            self._host.swap_out(plan.swap_out)
+            self._host.swap_in(plan.swap_in)
         logits = _forward(model, pack(plan, pool))
         sampled = plan.sampled
         num_known = plan.starts[sampled].astype(np.int64) + plan.lengths[sampled]
@@ -107,9 +116,10 @@ class TorchExecutor:
         )
 
     def close(self) -> None:
-        """Drop the model and the pool; their memory goes back when nobody else holds them."""
+        """Drop the model and the pools; their memory goes back when nobody else holds them."""
         self._model = None
         self._pool = None
+        self._host = None
 
 
 def _forward(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:

@@ -32,6 +32,7 @@ class EngineConfig:
         num_blocks: of the KV cache; takes precedence over `kv_cache_bytes`.
         kv_cache_bytes: memory for the KV cache. Without either: 1 GiB on CPU, 90 % of the device less what is in use on
             CUDA, and never more than `max_num_seqs` longest sequences need.
+        swap_space_bytes: host memory for the KV of preempted requests.
         max_num_seqs: slots.
         max_model_len: longest sequence in tokens; None for the model's own.
         num_threads: of torch in this process; None leaves it as it is.
@@ -46,6 +47,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    swap_space_bytes: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
     num_threads: int | None = None
@@ -58,6 +60,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        if self.swap_space_bytes < 0:
+            raise ConfigurationError(f"swap_space_bytes must not be negative, not {self.swap_space_bytes}")
 
 
 def load_executor(config: EngineConfig) -> TorchExecutor:
@@ -77,6 +81,7 @@ def load_executor(config: EngineConfig) -> TorchExecutor:
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         seed=config.seed,
+        num_host_blocks=config.swap_space_bytes // shape.bytes_per_block(config.block_size),
     )
 
 

@@ -20,3 +20,5 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    num_host_blocks: int = 0
+    block_swap_s: float | None = None

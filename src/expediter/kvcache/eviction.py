@@ -15,7 +15,7 @@ from typing import Protocol
 from expediter.core.errors import ConfigurationError
 from expediter.kvcache.node import Node
 
-_NUM_GAPS = 100  # first gaps over which `HintedLru` averages
+_NUM_SAMPLES = 100  # over which `HintedLru` averages
 
 
 class EvictionPolicy(Protocol):
@@ -109,7 +109,7 @@ class SegmentedLru(Lru):
         becomes the newest on probation; here, it takes its place by last use.
     """
 
-    def __init__(self, num_blocks: int, protected_share: float = 0.8) -> None:
+    def __init__(self, num_blocks: int, protected_share: float = 0.3) -> None:
         if not 0 <= protected_share <= 1:
             raise ConfigurationError(f"protected_share must lie between 0 and 1, not {protected_share}")
         self.max_protected_blocks = int(protected_share * num_blocks)
@@ -165,12 +165,14 @@ class HintedLru(Lru):
     """The node whose next use is farthest, by the gaps between its uses so far, or that is idle for long, goes first.
 
     A node is ranked by the time since its last use plus a part of the gap that is expected for it: the exponentially
-    weighted mean of its own gaps, or, while it was never reused, the mean first gap of others divided by the share of
-    nodes that were ever reused. Gaps vary much from one to the next, which is why idle time counts more.
+    weighted mean of its own gaps. Gaps vary much from one to the next, which is why idle time counts more. While a node
+    was never reused, the mean first gap of others stands for its own, divided by the share of nodes that were ever
+    reused. That share falls if such nodes go too soon to be reused, so the part is at most the mean time for which
+    evicted nodes were idle: they are on probation for as long as the pool allows.
 
     Args:
         gap_weight: of the expected gap, against idle time.
-        smoothing: weight of the newest gap in a mean, in (0, 1].
+        smoothing: weight of a node's newest gap in its mean, in (0, 1].
     Source: expected reuse by past gaps as in LRU-K (O'Neil et al., SIGMOD 1993); rank and constants are ours.
     """
 
@@ -179,23 +181,38 @@ class HintedLru(Lru):
             raise ConfigurationError("gap_weight must not be negative, and smoothing must lie in (0, 1]")
         self._gap_weight = gap_weight
         self._smoothing = smoothing
+        self._now_s = 0.0
         self._num_added = 0
         self._num_reused = 0
+        self._num_gone = 0
         self._first_gap_s = 0.0
+        self._idle_s = 0.0
+
+    # `history` is the weighted gap: by so much the node counts as used earlier than it was.
 
     def added(self, node: Node) -> None:
+        self._now_s = node.used_s
         self._num_added += 1
-        node.history = self._first_gap_s * self._num_added / max(self._num_reused, 1)
+        expected_s = self._first_gap_s * self._num_added / max(self._num_reused, 1)
+        node.history = min(self._gap_weight * expected_s, self._idle_s)
 
     def hit(self, node: Node, now_s: float) -> Iterable[Node]:
+        self._now_s = now_s
         gap_s = now_s - node.used_s
         if node.num_hits == 1:
             self._num_reused += 1
-            self._first_gap_s += (gap_s - self._first_gap_s) / min(self._num_reused, _NUM_GAPS)
-            node.history = gap_s
+            self._first_gap_s += (gap_s - self._first_gap_s) / min(self._num_reused, _NUM_SAMPLES)
+            node.history = self._gap_weight * gap_s
         else:
-            node.history += self._smoothing * (gap_s - node.history)
+            node.history += self._smoothing * (self._gap_weight * gap_s - node.history)
         return ()
 
+    def evicted(self, node: Node, num_blocks: int) -> None:
+        idle_s = self._now_s - node.used_s
+        # Once per node, however many calls take it; what its client drops says nothing of the room that there is.
+        if num_blocks == len(node.blocks) and idle_s > 0:
+            self._num_gone = min(self._num_gone + 1, _NUM_SAMPLES)
+            self._idle_s += (idle_s - self._idle_s) / self._num_gone
+
     def key(self, node: Node) -> float:
-        return node.used_s - self._gap_weight * node.history
+        return node.used_s - node.history

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.core.plan import NO_MOVES, BlockMoves
 from expediter.core.request import CacheHint
 from expediter.kvcache.eviction import EvictionPolicy
 from expediter.kvcache.pool import BlockIds, BlockPool
 from expediter.kvcache.radix import NO_MATCH, PrefixMatch, RadixTree
+from expediter.kvcache.tiers import HostTier
+
+
+class _Arrival(NamedTuple):
+    """A sequence whose KV is on its way from `host_blocks`; until it is there, only `num_matched_tokens` are real."""
+
+    num_matched_tokens: int
+    host_blocks: BlockIds
 
 
 class KVCacheManager:
@@ -21,6 +32,7 @@ class KVCacheManager:
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens.
         prefix_caching: keep the blocks of ended sequences for reuse.
+        num_host_blocks: size of the host tier.
         eviction: which cached blocks go first; it serves this cache only. None for least recently used.
         max_pinned_share: most of the pool that clients' pins may hold, in [0, 1].
     Attributes:
@@ -36,6 +48,7 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        num_host_blocks: int = 0,
         eviction: EvictionPolicy | None = None,
         max_pinned_share: float = 0.25,
     ) -> None:
@@ -45,6 +58,7 @@ class KVCacheManager:
             raise ConfigurationError(f"max_pinned_share must lie between 0 and 1, not {max_pinned_share}")
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.host = HostTier(num_host_blocks)
         self.tree = RadixTree(self.pool, block_size, eviction, max_pinned_share)
         self.prefix_caching = prefix_caching
         # A sequence never owns more than the pool, however long the model would let it grow.
@@ -52,6 +66,9 @@ class KVCacheManager:
         self.tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_owned: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
         self._num_shared: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+        self._swaps_out: list[BlockMoves] = []
+        self._swaps_in: list[BlockMoves] = []
+        self._arriving: dict[int, _Arrival] = {}
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -130,13 +147,23 @@ class KVCacheManager:
         missing = self.blocks_for(num_tokens) - match.num_blocks
         return missing + spare_blocks - (self.num_available_blocks - ownerless)
 
-    def admit(self, slot: int, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
+    def admit(
+        self,
+        slot: int,
+        match: PrefixMatch,
+        num_tokens: int,
+        spare_blocks: int,
+        now_s: float,
+        *,
+        resumes: bool = False,
+    ) -> bool:
         """Give `slot` the matched blocks and new ones up to `num_tokens` tokens.
 
         Args:
             spare_blocks: blocks that must stay available afterwards.
             now_s: the cache's clock from here on, if there is room. It moves when a sequence comes or goes and not in
                 between, so what steps without either evict does not depend on when they are made.
+            resumes: the sequence was here before; what it finds again is no reuse by another.
         Returns:
             False if there is no room; then nothing has changed.
         """
@@ -147,7 +174,7 @@ class KVCacheManager:
         if match.num_blocks:
             # Owned first, so that making room for the rest cannot evict them.
             self.tree.num_evictable -= self.pool.acquire(match.blocks)
-            self.tree.hit(int(match.blocks[-1]))
+            (self.tree.touch if resumes else self.tree.hit)(int(match.blocks[-1]))
             self.tables[slot, : match.num_blocks] = match.blocks
         self.tables[slot, match.num_blocks : match.num_blocks + missing] = self.take(missing)
         self.num_owned[slot] = match.num_blocks + missing
@@ -189,6 +216,8 @@ class KVCacheManager:
         Args:
             tokens: the sequence's tokens as int32 bytes, at least `num_computed`.
         """
+        if slot in self._arriving:
+            num_computed = self._arriving[slot].num_matched_tokens
         full = num_computed // self.block_size
         shared = int(self._num_shared[slot])
         if not self.prefix_caching or full <= shared:
@@ -245,6 +274,8 @@ class KVCacheManager:
         self.tables[successor, :count] = self._owned(slot)
         for per_slot in (self.num_owned, self._num_shared):
             per_slot[successor], per_slot[slot] = per_slot[slot], 0
+        if slot in self._arriving:
+            self._arriving[successor] = self._arriving.pop(slot)
 
     def release(self, slot: int, now_s: float, hint: CacheHint | None = None) -> None:
         """Take all blocks of `slot` back; committed ones stay cached, the others are free.
@@ -270,9 +301,85 @@ class KVCacheManager:
                 self.tree.pin(last, now_s + hint.pin_s)
         self.num_owned[slot] = 0
         self._num_shared[slot] = 0
+        self._arriving.pop(slot, None)
 
     def _owned(self, slot: int) -> BlockIds:
         return self.tables[slot, : self.num_owned[slot]]
+
+    # -- the host tier ------------------------------------------------------------------------------------------------
+
+    def num_kept_blocks(self, slot: int) -> int:
+        """Return how many leading blocks stay cached for certain if the sequence in `slot` leaves: others own them."""
+        return int(np.count_nonzero(self.pool.refs[self.tables[slot, : self._num_shared[slot]]] > 1))
+
+    def num_reusable_tokens(self, owner: int, match: PrefixMatch) -> int:
+        """Return how many leading tokens of a waiting request need no computing: matched, or held by the host.
+
+        Args:
+            owner: its sequence number.
+        """
+        copy = self.host.find(owner)
+        num_matched = match.num_blocks * self.block_size
+        # A copy begins behind blocks that others owned; if they are gone, there is a gap, and it is of no use.
+        if copy is None or copy.first_block > match.num_blocks:
+            return num_matched
+        return max(num_matched, copy.num_tokens)
+
+    def swap_out(self, slot: int, owner: int, num_tokens: int) -> int:
+        """Copy the KV of a sequence that is about to leave `slot` to the host, but for the blocks that are kept.
+
+        The contents move with the next plan, before anything is written; the device blocks need not be held for that.
+
+        Args:
+            owner: sequence number of the request.
+            num_tokens: its computed tokens.
+        Returns:
+            Tokens that move; 0 if the host has no room.
+        """
+        first = self.num_kept_blocks(slot)
+        blocks = self.tables[slot, first : self.blocks_for(num_tokens)].copy()
+        targets = self.host.put(owner, first, len(blocks), num_tokens) if len(blocks) else None
+        if targets is None:
+            return 0
+        self._swaps_out.append(BlockMoves(blocks, targets))
+        return num_tokens - first * self.block_size
+
+    def swap_in(self, slot: int, owner: int, match: PrefixMatch) -> int:
+        """Bring back what the host holds of a request that was just admitted to `slot`, but for what was matched.
+
+        Host blocks are free once the step has been settled; a copy that is of no use is given up at once.
+
+        Returns:
+            Tokens that are computed, matched ones included, as of the next plan.
+        """
+        num_matched = match.num_blocks * self.block_size
+        num_tokens = self.num_reusable_tokens(owner, match)
+        if num_tokens == num_matched:
+            self.host.drop(owner)
+            return num_matched
+        copy = self.host.take(owner)
+        sources = copy.blocks[match.num_blocks - copy.first_block :]
+        targets = self.tables[slot, match.num_blocks : match.num_blocks + len(sources)].copy()
+        self._swaps_in.append(BlockMoves(sources, targets))
+        self._arriving[slot] = _Arrival(num_matched, sources)
+        return num_tokens
+
+    def take_swaps(self) -> tuple[BlockMoves, BlockMoves]:
+        """Return the moves out and in since the last call, for the plan that is being made."""
+        out, into = _joined(self._swaps_out), _joined(self._swaps_in)
+        self._swaps_out, self._swaps_in = [], []
+        return out, into
+
+    def settle_swaps(self, failed_host_blocks: tuple[int, ...]) -> list[int]:
+        """Record that the moves of the last plan are done.
+
+        Returns:
+            Slots whose KV did not arrive: their sequences must leave, which commits none of it.
+        """
+        failed = np.array(failed_host_blocks, np.int32)
+        self.host.settle(failed)
+        self._arriving = {s: a for s, a in self._arriving.items() if np.isin(a.host_blocks, failed).any()}
+        return list(self._arriving)
 
     # -- integrity ----------------------------------------------------------------------------------------------------
 
@@ -283,6 +390,7 @@ class KVCacheManager:
             InvariantError: it does not hold (a bug of ours).
         """
         self.tree.check()
+        self.host.check()
         owners = np.zeros(self.num_blocks, np.int32)
         for slot in np.flatnonzero(self.num_owned):
             np.add.at(owners, self._owned(int(slot)), 1)
@@ -293,3 +401,9 @@ class KVCacheManager:
         np.add.at(state, self.pool.free_ids(), 1)
         if (state != 1).any():
             raise InvariantError(f"blocks {np.flatnonzero(state != 1).tolist()} are lost or in two places")
+
+
+def _joined(moves: list[BlockMoves]) -> BlockMoves:
+    if len(moves) <= 1:
+        return moves[0] if moves else NO_MOVES
+    return BlockMoves(np.concatenate([m.sources for m in moves]), np.concatenate([m.targets for m in moves]))

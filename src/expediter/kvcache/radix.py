@@ -322,8 +322,10 @@ class RadixTree:
 
     def _cut(self, node: Node, most: int) -> BlockIds:
         """Take up to `most` blocks without owners off a leaf's tail and return them, last first."""
-        ownerless = len(node.blocks) - int(np.count_nonzero(self._pool.refs[node.blocks]))
-        taken = min(most, ownerless)
+        refs, taken = self._pool.refs, len(node.blocks)
+        if refs[node.blocks[0]]:  # else nobody owns any of it
+            taken -= int(np.count_nonzero(refs[node.blocks]))
+        taken = min(most, taken)
         blocks = node.blocks[: -taken - 1 : -1]
         self.policy.evicted(node, taken)
         self.pins.evicted(node, taken)

@@ -11,6 +11,7 @@ Sources:
         4,096-10,240 tokens for prefill, 64 sequences of 2,048-4,096 for decode. All-reduce: 8 GPUs, CUDA graph, up to
         1 KiB for the latency, 64 MiB for the share of link bandwidth.
     [DS] NVIDIA data sheets: A10 (2021), L40S (2023), HGX B200 (2024), dense figures without sparsity.
+    Links to the host: PCIe 4.0 x16 on A100, A10 and L40S, 5.0 x16 on H100, H200 and B200 [DS].
     Where there is no kernel table, the factors are those of the nearest architecture that has one: A100's for A10 and
     L40S, H100's for H200 and B200.
 """
@@ -32,12 +33,14 @@ class Gpu:
         memory_bandwidth: peak, byte/s.
         flops: dense bfloat16 peak, FLOP/s.
         link_bandwidth: to the other GPUs of the node, byte/s in one direction.
+        host_bandwidth: to the host's memory, byte/s in one direction.
         max_tensor_parallel: GPUs in a node.
         gemm_efficiency: share of `flops` that large matrix products reach.
         weight_read_efficiency: share of `memory_bandwidth` that small matrix products reach.
         prefill_attention_efficiency: share of `flops` in prefill attention.
         kv_read_efficiency: share of `memory_bandwidth` in decode attention.
         link_efficiency: share of `link_bandwidth` in large all-reduces.
+        host_efficiency: share of `host_bandwidth` in large copies from and to pinned memory; assumed, not measured.
         all_reduce_latency_s: of the smallest all-reduce.
         kernel_latency_s: shortest time of any kernel, launched from a CUDA graph.
         reserved_bytes: memory that neither weights nor KV may take (runtime, activations, communication buffers).
@@ -48,18 +51,22 @@ class Gpu:
     memory_bandwidth: float
     flops: float
     link_bandwidth: float
+    host_bandwidth: float
     max_tensor_parallel: int = 8
     gemm_efficiency: float
     weight_read_efficiency: float
     prefill_attention_efficiency: float
     kv_read_efficiency: float
     link_efficiency: float
+    host_efficiency: float = 0.8
     all_reduce_latency_s: float
     kernel_latency_s: float = 3e-6  # [AIC]
     reserved_bytes: int = 3_758_096_384  # [AIC]
 
 
 _GIB: Final = 1 << 30
+_PCIE_4: Final = 32e9
+_PCIE_5: Final = 64e9
 
 _A100: Final = Gpu(
     name="a100-80g",
@@ -67,6 +74,7 @@ _A100: Final = Gpu(
     memory_bandwidth=2.039e12,
     flops=312e12,
     link_bandwidth=300e9,
+    host_bandwidth=_PCIE_4,
     gemm_efficiency=0.83,  # [AIC-K], as are the rest
     weight_read_efficiency=0.66,
     prefill_attention_efficiency=0.46,
@@ -80,6 +88,7 @@ _H100: Final = Gpu(
     memory_bandwidth=3.35e12,
     flops=989e12,
     link_bandwidth=450e9,
+    host_bandwidth=_PCIE_5,
     gemm_efficiency=0.80,  # [AIC-K], as are the rest
     weight_read_efficiency=0.74,
     prefill_attention_efficiency=0.58,
@@ -99,13 +108,14 @@ def _like(
     link_bandwidth: float,
     all_reduce_latency_s: float | None = None,
 ) -> Gpu:
-    """Return a GPU with its own constants and the efficiency factors of `gpu`."""
+    """Return a GPU with its own constants, and the efficiency factors and the link to the host of `gpu`."""
     return Gpu(
         name=name,
         memory_bytes=memory_bytes,
         memory_bandwidth=memory_bandwidth,
         flops=flops,
         link_bandwidth=link_bandwidth,
+        host_bandwidth=gpu.host_bandwidth,
         gemm_efficiency=gpu.gemm_efficiency,
         weight_read_efficiency=gpu.weight_read_efficiency,
         prefill_attention_efficiency=gpu.prefill_attention_efficiency,

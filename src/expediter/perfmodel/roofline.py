@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,25 @@ def kv_capacity(
     return KVCapacity(
         num_blocks=blocks, kv_bytes=blocks * block_size * shape.kv_bytes_per_token_on_gpu(tensor_parallel)
     )
+
+
+class HostTierSize(NamedTuple):
+    """Blocks in host memory, and the time to move one there or back; every GPU moves its share over its own link."""
+
+    num_blocks: int
+    block_swap_s: float
+
+
+def host_tier_size(
+    shape: ModelShape, gpu: Gpu, tensor_parallel: int, block_size: int, swap_space_bytes: int
+) -> HostTierSize:
+    """Return how many blocks fit the host memory of a replica, and how fast they move.
+
+    Args:
+        swap_space_bytes: host memory per GPU (vLLM's swap_space).
+    """
+    block_bytes = block_size * shape.kv_bytes_per_token_on_gpu(tensor_parallel)
+    return HostTierSize(swap_space_bytes // block_bytes, block_bytes / (gpu.host_bandwidth * gpu.host_efficiency))
 
 
 def _blocks_beside_weights(

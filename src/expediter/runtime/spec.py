@@ -20,6 +20,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens per KV block.
         num_blocks: size of the KV pool; None to derive it from memory.
         kv_cache_memory_bytes: memory of the KV pool; None to derive it from what is free.
+        swap_space_bytes: host memory for the KV of preempted requests.
         scheduler: limits; its max_model_len is replaced by `max_model_len` or by what model and pool can hold.
         max_model_len: asked for by the operator, in tokens: refused if the pool cannot hold it. None: as long as fits.
         max_num_batched_tokens: asked for by the operator. None: that of `scheduler`, or what the batching needs.
@@ -36,6 +37,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
+    swap_space_bytes: int = 0
     scheduler: SchedulerConfig
     max_model_len: int | None
     max_num_batched_tokens: int | None = None

@@ -22,7 +22,16 @@ from expediter.scheduling.ordering.feedback import FeedbackQueue
 from expediter.scheduling.ordering.prefix import LongestPrefix
 from expediter.scheduling.ordering.simple import EarliestDeadline, Fcfs, Lifo, PriorityOrder, ShortestPredicted
 from expediter.scheduling.ordering.slo import SloOrdering
-from expediter.scheduling.preemption import LastInFirstOut, LeastValue, LowestPriority, VictimRule
+from expediter.scheduling.preemption import (
+    Cheaper,
+    LastInFirstOut,
+    LeastValue,
+    LowestPriority,
+    PreemptionMode,
+    Recompute,
+    Swap,
+    VictimRule,
+)
 from expediter.scheduling.scheduler import Policy, Scheduler
 
 _Part = TypeVar("_Part")
@@ -78,6 +87,11 @@ VICTIM_RULES: Mapping[str, Callable[[Surroundings], VictimRule]] = {
     "last_in": lambda around: LastInFirstOut(around.config.max_preemptions),
     "least_value": lambda around: LeastValue(around.config.max_preemptions),
 }
+PREEMPTION_MODES: Mapping[str, Callable[[Surroundings], PreemptionMode]] = {
+    "recompute": lambda _: Recompute(),
+    "swap": lambda _: Swap(),
+    "cheaper": lambda around: Cheaper(around.kv, around.knowledge),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +107,7 @@ class PolicyConfig:
     memory: str = "paged"
     budget: str = "fixed"
     victims: str = "lowest_priority"
+    preemption_mode: str = "cheaper"
     eviction: str = "lru"
 
     def __post_init__(self) -> None:
@@ -101,6 +116,7 @@ class PolicyConfig:
         _named(MEMORY_RULES, self.memory, "memory rule")
         _named(BUDGET_RULES, self.budget, "budget rule")
         _named(VICTIM_RULES, self.victims, "victim rule")
+        _named(PREEMPTION_MODES, self.preemption_mode, "preemption mode")
         _named(EVICTIONS, self.eviction, "eviction policy")
 
 
@@ -121,6 +137,7 @@ def make_policy(names: PolicyConfig, around: Surroundings, ordering: Ordering | 
         memory=MEMORY_RULES[names.memory](around),
         budget=BUDGET_RULES[names.budget](around),
         victims=VICTIM_RULES[names.victims](around),
+        preemption=PREEMPTION_MODES[names.preemption_mode](around),
     )
     return Policy(batching=BATCHINGS[names.batching](), rules=rules)
 
@@ -157,12 +174,16 @@ class CacheConfig:
         num_blocks: size of the pool.
         block_size: tokens per block.
         prefix_caching: whether ended requests leave their KV for reuse.
+        num_host_blocks: blocks in host memory for the KV of preempted requests.
+        block_swap_s: time to move one block there or back; None if it is not known.
         max_pinned_share: most of the pool that clients' pins may hold, in [0, 1].
     """
 
     num_blocks: int
     block_size: int = 16
     prefix_caching: bool = True
+    num_host_blocks: int = 0
+    block_swap_s: float | None = None
     max_pinned_share: float = 0.25
 
 
@@ -192,7 +213,8 @@ def build_scheduler(
         prefix_caching=cache.prefix_caching,
         eviction=EVICTIONS[policy.eviction](cache.num_blocks),
         max_pinned_share=cache.max_pinned_share,
+        num_host_blocks=cache.num_host_blocks,
     )
-    knowledge = Knowledge(prior)
+    knowledge = Knowledge(prior, cache.block_swap_s)
     parts = make_policy(policy, Surroundings(config, kv, knowledge), ordering)
     return Scheduler(config, kv, parts, knowledge)

@@ -21,7 +21,7 @@ from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
 from expediter.scheduling.ordering.queue import WaitingQueue
-from expediter.scheduling.preemption import VictimRule
+from expediter.scheduling.preemption import PreemptionMode, VictimRule
 from expediter.scheduling.running import RunningSet
 
 
@@ -33,6 +33,7 @@ class Rules:
     memory: MemoryRule
     budget: BudgetRule
     victims: VictimRule
+    preemption: PreemptionMode
 
 
 class Chunks(NamedTuple):
@@ -151,7 +152,7 @@ class Draft:
         if state.num_known_tokens <= self.budget:
             return False
         match = self.running.kv.match(state.token_bytes, state.request.cache_salt)
-        return state.num_known_tokens - match.num_blocks * self.running.kv.block_size > self.budget
+        return state.num_known_tokens - self.running.kv.num_reusable_tokens(state.sequence, match) > self.budget
 
     def _may_be_passed(self, state: RequestState) -> bool:
         """Whether others may try after `state` did not fit: not without a slot, and not for ever."""
@@ -199,12 +200,12 @@ class Draft:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         if not self.running.enter(state, match, num_tokens, spare, self.now_s):
-            own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
-            self._note_refusal(state, kv.shortage(match, num_tokens, spare + own))
+            spare += self.running.blocks_beside(state, num_tokens)
+            self._note_refusal(state, kv.shortage(match, num_tokens, spare))
             return False
-        num_cached = match.num_blocks * kv.block_size
-        rules.ordering.admitted(state, state.num_known_tokens - num_cached, self.running.decode_clock)
-        self._announce(state, num_cached)
+        num_cached, num_computed = match.num_blocks * kv.block_size, state.num_computed_tokens
+        rules.ordering.admitted(state, state.num_known_tokens - num_computed, self.running.decode_clock)
+        self._announce(state, num_cached, num_computed - num_cached)
         for follower in state.followers:
             self._announce(follower, follower.num_known_tokens)
         self._add_chunk(state)
@@ -219,29 +220,33 @@ class Draft:
         for member in state.members:
             self._explanations.held(member.request_id, self.now_s, reason, dict(needs) if has_slots else {})
 
-    def _announce(self, state: RequestState, num_cached_tokens: int) -> None:
+    def _announce(self, state: RequestState, num_cached_tokens: int, num_restored: int = 0) -> None:
         resumed = state.status is Status.PREEMPTED
+        num_computed = num_cached_tokens + num_restored
         state.move(Status.RUNNING)
         if not resumed:
             state.num_cached_tokens = num_cached_tokens
             state.first_scheduled_s = self.now_s
         known = np.frombuffer(state.token_bytes, np.int32)
-        self.admitted.append(Admission(state.slot, state, known, num_cached_tokens))
-        details: dict[str, Detail] = {"new_tokens": len(known) - num_cached_tokens, "cached_tokens": num_cached_tokens}
+        self.admitted.append(Admission(state.slot, state, known, num_computed))
+        details: dict[str, Detail] = {"new_tokens": len(known) - num_computed, "cached_tokens": num_cached_tokens}
+        if num_restored:
+            details["restored_tokens"] = num_restored
         if resumed:
             details["resumed"] = True
         if self._waiting.is_over_age(state, self.now_s):
             details["over_age"] = True
         held_s = self._explanations.admitted(state.request_id, self.now_s, details)
-        self.events.append(Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed, held_s))
+        self.events.append(
+            Admitted(state.request_id, self.now_s, len(known), num_cached_tokens, resumed, held_s, num_restored)
+        )
 
     # -- preempting ---------------------------------------------------------------------------------------------------
 
     def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
         kv, num_seqs = self.running.kv, len(state.members)
-        own = self.running.follower_blocks(state, num_tokens) * len(state.followers)
-        shortage = kv.shortage(match, num_tokens, spare + own)
+        shortage = kv.shortage(match, num_tokens, spare + self.running.blocks_beside(state, num_tokens))
         slots_short = num_seqs - self.running.num_free_slots
         if shortage <= 0 and slots_short <= 0:
             return
@@ -275,16 +280,20 @@ class Draft:
         self._preempt(victim, PreemptCause.GROWTH, next((s for s in in_need if s is not victim), None))
 
     def _preempt(self, state: RequestState, cause: PreemptCause, beneficiary: RequestState | None) -> None:
-        self.running.leave_together(state, self.now_s)
+        mode, running = self._rules.preemption, self.running
+        num_swapped = running.suspend(state, self.now_s, lambda num_kept: mode.swaps(state, num_kept, running))
         name = "" if beneficiary is None else beneficiary.request_id
         for member in state.members:
             member.move(Status.PREEMPTED)
             num_lost = member.num_computed_tokens
-            self.events.append(Preempted(member.request_id, self.now_s, cause, num_lost, name))
+            self.events.append(Preempted(member.request_id, self.now_s, cause, num_lost, name, num_swapped))
             details: dict[str, Detail] = {"cause": cause.value, "for_request": name, "lost_tokens": num_lost}
+            if num_swapped:
+                details["swapped_tokens"] = num_swapped
             self._explanations.preempted(member.request_id, self.now_s, details)
             member.num_computed_tokens = 0
             member.num_preemptions += 1
+            num_swapped = 0  # a follower has computed nothing
         self.preempted.append(state)
         self.queue_is_stuck = False
 
@@ -323,6 +332,9 @@ class Draft:
             lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
             sampled = np.concatenate((sampled, np.array(last, np.intp)))
             sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
+        swap_out, swap_in = self.running.kv.take_swaps()
+        if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
+            raise InvariantError("blocks are to move, and nothing runs with them")
         context = decoding.context_tokens if size else 0
         features = StepFeatures(len(tokens), len(slots), size, context, attention)
         if self.pad_to:
@@ -342,6 +354,8 @@ class Draft:
             sample_slots=sample_slots,
             copies=self.running.take_copies(),
             budget_tokens=self.full_budget,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
         return plan, chunks
 

@@ -182,19 +182,21 @@ class Explanations:
         """What holds the queue at present."""
         return self._clock.reason
 
-    def of(self, request_id: str, now_s: float, order: Mapping[str, Detail]) -> tuple[Span, ...] | None:
+    def of(self, request_id: str, now_s: float, place: Reason, order: Mapping[str, Detail]) -> tuple[Span, ...] | None:
         """Return a request's spans, oldest first, the last one open while it lives; None if it is not known (any more).
 
         Args:
-            order: where it stands in the queue now; for who waits.
+            place: what the ordering says of it now, for who waits; told if nothing more is known.
+            order: where it stands in the queue now, for who waits.
         """
         record = self._live.get(request_id)
         if record is None:
             return self._ended.get(request_id)
-        details = dict(record.details)
+        details, reason = dict(record.details), record.reason
         if record.clock is not None:
             details |= self._so_far(record, self._held_s(record, now_s))
             details |= order
+            reason = place if reason is Reason.QUEUED else reason
             if self._clock.reason is not None:
                 details["held_by"] = self._clock.reason.value
-        return (*record.spans, Span(record.from_s, None, record.reason, details))
+        return (*record.spans, Span(record.from_s, None, reason, details))

@@ -18,9 +18,11 @@ class Knowledge:
 
     Args:
         prior: analytic step-time model to start from, if there is one.
+        block_swap_s: time to move one block between device and host, one way; None if it is not known.
     """
 
-    def __init__(self, prior: StepTimeModel | None = None) -> None:
+    def __init__(self, prior: StepTimeModel | None = None, block_swap_s: float | None = None) -> None:
+        self.block_swap_s = block_swap_s
         self.lengths = OutputLengths()
         self.step_time = OnlineStepTime(prior)
         self._is_asked = False
@@ -39,8 +41,8 @@ class Knowledge:
         Args:
             is_full: it took all the prefill tokens that its budget allowed, so it shows the speed under load.
         """
-        if not self._is_asked:
-            return
+        if not self._is_asked or plan.num_swapped_blocks:
+            return  # moves take time that no feature accounts for
         features = plan.features
         durations = result.durations_s or (result.elapsed_s,)
         for index, duration_s in enumerate(durations):
@@ -61,6 +63,27 @@ class Knowledge:
             return self._busy_s / self._busy_tokens
         many = 2048
         return self.step_time.step_time_s(StepFeatures(many, 1, 0, 0, many * many / 2)) / many
+
+    def recompute_s(self, num_tokens: int, num_kept: int, num_decodes: int, context_tokens: int) -> float:
+        """Return the least time that computing tokens again is likely to take.
+
+        A request that resumes computes its newest token anyway, beside the decodes that go on; this is what
+        `num_tokens` before it add to that step. It is 0 as long as nothing is known of step times.
+
+        Args:
+            num_kept: tokens before those, whose KV exists.
+            num_decodes, context_tokens: of the decodes.
+        """
+        if not self.step_time.knows_something:
+            return 0.0
+
+        def step_s(chunk: int, prefix: int) -> float:
+            attention = chunk * (prefix + chunk / 2)
+            features = StepFeatures(num_decodes + chunk, num_decodes + 1, num_decodes, context_tokens, attention)
+            return self.step_time.step_time_s(features)
+
+        added_s = max(0.0, step_s(num_tokens + 1, num_kept) - step_s(1, num_kept + num_tokens))
+        return added_s / (1 + min(0.5, 2 * self.step_time.relative_error))
 
     @property
     def busy_tokens_per_s(self) -> float:

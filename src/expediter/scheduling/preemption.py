@@ -1,11 +1,13 @@
-"""Who gives way."""
+"""Who gives way, and whether its KV is kept in host memory or computed again."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from expediter.core.request import RequestState
+from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.decoding import DecodingBatch
+from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.running import RunningSet
 
 
@@ -72,3 +74,55 @@ class LeastValue:
     def ranked(self, running: RunningSet, now_s: float) -> list[RequestState]:
         ranked = self._by_priority.ranked(running, now_s)
         return sorted(ranked, key=lambda state: not state.has_missed(now_s))
+
+
+class PreemptionMode(Protocol):
+    """Decides what becomes of a preempted request's KV. Where the host has no room, it is computed again anyway."""
+
+    def swaps(self, state: RequestState, num_kept_tokens: int, running: RunningSet) -> bool:
+        """Return whether the KV of `state` should go to the host; asked only where there is such a tier.
+
+        Args:
+            state: just taken out of its batch; its counts are exact.
+            num_kept_tokens: leading tokens whose blocks others own too; fewer than it has computed.
+            running: those who stay.
+        """
+        ...
+
+
+class Recompute:
+    """Never to the host."""
+
+    def swaps(self, state: RequestState, num_kept_tokens: int, running: RunningSet) -> bool:  # noqa: ARG002
+        return False
+
+
+class Swap:
+    """Always to the host."""
+
+    def swaps(self, state: RequestState, num_kept_tokens: int, running: RunningSet) -> bool:  # noqa: ARG002
+        return True
+
+
+class Cheaper:
+    """To the host if moving out and in takes less time than computing again is predicted to take.
+
+    Recomputing rides along with the decodes of those who stay, so it costs what it adds to their step, and that for
+    tokens that nobody else keeps cached. Of the cache's own chances to keep the others until then nothing is assumed:
+    who is preempted for want of blocks will see its own evicted first. Where either time is not known, it recomputes.
+    """
+
+    def __init__(self, kv: KVCacheManager, knowledge: Knowledge) -> None:
+        self._kv = kv
+        self._knowledge = knowledge
+        if kv.host.num_blocks and knowledge.block_swap_s is not None:
+            knowledge.ask()
+
+    def swaps(self, state: RequestState, num_kept_tokens: int, running: RunningSet) -> bool:
+        block_swap_s = self._knowledge.block_swap_s
+        if block_swap_s is None:
+            return False
+        num_lost = state.num_computed_tokens - num_kept_tokens
+        decoding = running.decoding
+        recompute_s = self._knowledge.recompute_s(num_lost, num_kept_tokens, decoding.size, decoding.context_tokens)
+        return 2 * self._kv.blocks_for(num_lost) * block_swap_s < recompute_s

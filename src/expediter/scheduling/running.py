@@ -55,26 +55,32 @@ class RunningSet:
             num_tokens: what each sequence of the group gets blocks for.
         """
         shared = leader.num_known_tokens // self.kv.block_size
-        return max(1, self.kv.blocks_for(num_tokens) - shared) if leader.followers else 0
+        return max(1, self.kv.blocks_for(num_tokens) - shared)
+
+    def blocks_beside(self, leader: RequestState, num_tokens: int) -> int:
+        """Return the blocks that all followers of `leader` need together, 0 if it has none; as `follower_blocks`."""
+        return len(leader.followers) * self.follower_blocks(leader, num_tokens) if leader.followers else 0
 
     def enter(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
         """Give a request a slot and blocks for `num_tokens` tokens, matched ones first; its followers what they need.
 
+        What the host holds of it beyond the match moves in with the plan, and counts as computed.
+
         Returns:
             False if there is no room for all of them; then nothing has changed.
         """
-        own = self.follower_blocks(state, num_tokens)
         if len(self._free_slots) < len(state.members):
             return False
-        spare_blocks += own * len(state.followers)
-        if not self.kv.admit(self._free_slots[-1], match, num_tokens, spare_blocks, now_s):
+        spare_blocks += self.blocks_beside(state, num_tokens)
+        resumes, slot = state.num_preemptions > 0, self._free_slots[-1]
+        if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
             return False
         state.slot = self._free_slots.pop()
-        state.num_computed_tokens = match.num_blocks * self.kv.block_size
+        state.num_computed_tokens = self.kv.swap_in(state.slot, state.sequence, match)
         self.prefilling.append(state)
         for follower in state.followers:
             follower.slot = self._free_slots.pop()
-            self.kv.hold(follower.slot, own)
+            self.kv.hold(follower.slot, self.follower_blocks(state, num_tokens))
         return True
 
     def compute(self, state: RequestState, num_tokens: int) -> None:
@@ -124,11 +130,9 @@ class RunningSet:
             self._give_back(state, now_s, state.request.cache_hint)
         return ended
 
-    def leave(self, state: RequestState, now_s: float, *, ends: bool = True) -> RequestState | None:
-        """Take a sequence out; its known tokens are complete then, and its blocks are back.
+    def leave(self, state: RequestState, now_s: float) -> RequestState | None:
+        """Take a sequence out that ends; its known tokens are complete then, its blocks as its client wished.
 
-        Args:
-            ends: its client's wish for its blocks holds now; not if it is to come back.
         Returns:
             Who goes on with the prompt if the sequence led a group.
         """
@@ -141,13 +145,16 @@ class RunningSet:
             self._ordering.left(state, self.decode_clock)
             self._put_in_place(successor, state)
             return successor
+        self._withdraw(state)
+        self._give_back(state, now_s, state.request.cache_hint)
+        return None
+
+    def _withdraw(self, state: RequestState) -> None:
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.leave(np.array([self.decoding.row_of(state)]))
         self._ordering.left(state, self.decode_clock)
-        self._give_back(state, now_s, state.request.cache_hint if ends else None)
-        return None
 
     def _put_in_place(self, successor: RequestState, state: RequestState) -> None:
         self._ordering.admitted(successor, 0, self.decode_clock)
@@ -156,13 +163,24 @@ class RunningSet:
         self.prefilling[self.prefilling.index(state)] = successor
         self._free(state)
 
-    def leave_together(self, state: RequestState, now_s: float) -> None:
-        """Take a sequence out with its followers; they stay with it and come back with it."""
+    def suspend(self, state: RequestState, now_s: float, swaps: Callable[[int], bool]) -> int:
+        """Take a sequence out with its followers; they stay with it and come back with it.
+
+        Args:
+            swaps: whether its KV should go to the host, given the leading tokens that stay cached for certain.
+        Returns:
+            Tokens whose KV goes there.
+        """
         for follower in reversed(state.followers):
             self._give_back(follower, now_s, None)
-        followers, state.followers = state.followers, []
-        self.leave(state, now_s, ends=False)
-        state.followers = followers
+        self._withdraw(state)
+        num_swapped = 0
+        if self.kv.host.num_free:
+            num_kept = self.kv.num_kept_blocks(state.slot) * self.kv.block_size
+            if num_kept < state.num_computed_tokens and swaps(num_kept):
+                num_swapped = self.kv.swap_out(state.slot, state.sequence, state.num_computed_tokens)
+        self._give_back(state, now_s, None)
+        return num_swapped
 
     def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""

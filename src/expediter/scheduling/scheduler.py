@@ -18,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.events import Event, Finished, FirstToken, Queued, Rejected, RejectReason, Tokens
+from expediter.core.events import (
+    Event,
+    Finished,
+    FirstToken,
+    PreemptCause,
+    Preempted,
+    Queued,
+    Rejected,
+    RejectReason,
+    Tokens,
+)
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
@@ -121,10 +131,13 @@ class Scheduler:
         """
         state = self._requests.get(request_id)
         order: dict[str, Detail] = {}
+        place = Reason.QUEUED
         if state is not None and state.status is not Status.RUNNING:
             waiting = [s for s in self._requests.values() if s.status is not Status.RUNNING and s.leader is None]
-            order = self._waiting.place_among(state.leader or state, waiting, now_s)
-        return self._explanations.of(request_id, now_s, order)
+            leader = state.leader or state
+            place, details = self.policy.rules.ordering.place(leader)
+            order = details | self._waiting.place_among(leader, waiting, now_s)
+        return self._explanations.of(request_id, now_s, place, order)
 
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
@@ -204,7 +217,10 @@ class Scheduler:
         else:
             self._waiting.remove(state)
             successor = state.fall_out()
-            if successor is not None:
+            if successor is None:
+                self.kv.host.drop(state.sequence)
+            else:
+                self.kv.host.hand_over(state.sequence, successor.sequence)
                 self._waiting.push(successor, now_s)
         return [self._finish(state, now_s, reason)]
 
@@ -229,8 +245,7 @@ class Scheduler:
                 f"{num_seqs} sequences of one request exceed max_num_seqs ({self.config.max_num_seqs})",
             )
         num_tokens = self.policy.rules.memory.reserve_tokens(leader)
-        own = self._running.follower_blocks(leader, num_tokens) * len(leader.followers)
-        needed = self.kv.blocks_for(num_tokens) + own
+        needed = self.kv.blocks_for(num_tokens) + self._running.blocks_beside(leader, num_tokens)
         if needed > self.kv.num_blocks:
             return (
                 RejectReason.UNSERVABLE,
@@ -337,6 +352,8 @@ class Scheduler:
         self.knowledge.observe(plan, result, is_full=self._in_flight_is_full)
         events: list[Event] = []
         ended: list[RequestState] = []
+        if plan.num_swapped_blocks:
+            self._settle_swaps(result, chunked.states, now_s, events)
         if plan.num_decodes:
             columns = np.arange(plan.num_decodes)
             if dropped:
@@ -347,6 +364,23 @@ class Scheduler:
             ended += self._apply_chunks(plan, result, chunked, now_s, events)
         events += [self._finish(state, now_s, _finish_reason(state)) for state in ended]
         return events
+
+    def _settle_swaps(self, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]) -> None:
+        """Free what was read; who was to go on with KV that did not arrive goes back to the queue and recomputes."""
+        failed = self.kv.settle_swaps(result.failed_host_blocks)
+        for state in states:
+            if state.slot not in failed:
+                continue
+            self._running.suspend(state, now_s, lambda _: False)  # what did not arrive is not committed
+            cause = PreemptCause.SWAP_FAILED
+            for member in state.members:
+                num_lost, member.num_computed_tokens = member.num_computed_tokens, 0
+                member.move(Status.PREEMPTED)
+                events.append(Preempted(member.request_id, now_s, cause, num_lost))
+                details: dict[str, Detail] = {"cause": cause.value, "lost_tokens": num_lost}
+                self._explanations.preempted(member.request_id, now_s, details)
+            self._waiting.push(state, now_s)
+        self._queue_is_stuck = False
 
     def _apply_decodes(
         self, result: StepResult, columns: npt.NDArray[np.intp], now_s: float, events: list[Event]
@@ -360,7 +394,7 @@ class Scheduler:
         self, plan: StepPlan, result: StepResult, chunked: Chunks, now_s: float, events: list[Event]
     ) -> list[RequestState]:
         for index, state in enumerate(chunked.states, start=plan.num_decodes):
-            if state.status is Status.RUNNING:  # else aborted in flight
+            if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
                 self._running.compute(state, int(plan.lengths[index]))
         sampled = enumerate(chunked.sampled, start=plan.num_decodes)
         columns = [column for column, state in sampled if state.status is Status.RUNNING]
@@ -394,6 +428,8 @@ class Scheduler:
         """
         decoding = self._running.decoding
         if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
+            return 1
+        if plan.num_swapped_blocks:
             return 1
         if self._running.prefilling:  # held up by the budget, which may be another one next time
             return 1

@@ -72,6 +72,10 @@ class OnlineStepTime:
             self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
         self._num_seen += 1
 
+    @property
+    def knows_something(self) -> bool:
+        return self._prior is not None or self._num_seen > 0
+
     def wants(self, step_id: int) -> bool:
         """Return whether a step should be learned from: the first ones all, later ones now and then."""
         return self._num_seen < _FIRST_STEPS or step_id % _EVERY == 0

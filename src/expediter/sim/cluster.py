@@ -27,8 +27,8 @@ class Cluster:
         self._router = router
         self._loop = loop
         self._observer = observer
-        self._pending: Iterator[Request] = iter(())
-        self._next: Request | None = None
+        self._pending: Iterator[Sequence[Request]] = iter(())
+        self._next: Sequence[Request] | None = None
         self._num_arrived = 0
         self._progress: Callable[[int], None] | None = None
 
@@ -37,16 +37,17 @@ class Cluster:
         """Steps of all replicas together."""
         return sum(replica.num_steps for replica in self._replicas.values())
 
-    def run(self, requests: Iterable[Request], progress: Callable[[int], None] | None = None) -> None:
+    def run(self, groups: Iterable[Sequence[Request]], progress: Callable[[int], None] | None = None) -> None:
         """Serve the requests to their ends.
 
         Args:
-            requests: in order of `arrival_s`, from 0 s on.
+            groups: requests as `Scheduler.add_group` takes them, each with its sequences, in order of `arrival_s`, from
+                0 s on.
             progress: told the number of arrivals from time to time.
         Raises:
             ConfigurationError: the requests are not in order of arrival.
         """
-        self._pending = iter(requests)
+        self._pending = iter(groups)
         self._progress = progress
         self._expect_next()
         self._loop.run()
@@ -57,18 +58,20 @@ class Cluster:
         self._next = next(self._pending, None)
         if self._next is None:
             return
-        if self._next.arrival_s < self._loop.now_s:
-            raise ConfigurationError(f"request {self._next.request_id} arrives before the one ahead of it")
-        self._loop.schedule(self._next.arrival_s, EventKind.ARRIVAL, self._num_arrived, self._arrive)
+        first = self._next[0]
+        if first.arrival_s < self._loop.now_s:
+            raise ConfigurationError(f"request {first.request_id} arrives before the one ahead of it")
+        self._loop.schedule(first.arrival_s, EventKind.ARRIVAL, self._num_arrived, self._arrive)
 
     def _arrive(self, now_s: float) -> None:
-        request = self._next
-        assert request is not None
+        group = self._next
+        assert group is not None
         self._num_arrived += 1
         snapshots = [replica.snapshot() for replica in self._replicas.values()]
-        replica_id = self._router.route(request.num_prompt_tokens, snapshots)
-        self._observer.arrived(request, replica_id, now_s)
-        self._replicas[replica_id].receive(request, now_s)
+        replica_id = self._router.route(group[0].num_prompt_tokens, snapshots)
+        for request in group:
+            self._observer.arrived(request, replica_id, now_s)
+        self._replicas[replica_id].receive(group, now_s)
         if self._progress is not None and self._num_arrived % _PROGRESS_EVERY == 0:
             self._progress(self._num_arrived)
         self._expect_next()

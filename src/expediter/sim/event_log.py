@@ -38,11 +38,16 @@ class EventLog:
             match event:
                 case Admitted():
                     facts = {"cached_tokens": event.num_cached_tokens, "resumed": event.resumed}
+                    if event.num_restored_tokens:
+                        facts["restored_tokens"] = event.num_restored_tokens
                     self._write(event.now_s, "admitted", event.request_id, {"replica": replica_id, **facts})
                 case FirstToken():
                     self._write(event.now_s, "first_token", event.request_id, {"replica": replica_id})
                 case Preempted():
-                    facts = {"cause": event.cause.value, "lost_tokens": event.num_lost_tokens}
+                    facts = {"cause": event.cause.value, "for": event.for_request_id}
+                    facts["lost_tokens"] = event.num_lost_tokens
+                    if event.num_swapped_tokens:
+                        facts["swapped_tokens"] = event.num_swapped_tokens
                     self._write(event.now_s, "preempted", event.request_id, {"replica": replica_id, **facts})
                 case Finished():
                     facts = {

@@ -24,10 +24,20 @@ class SimulatedExecutor:
     Args:
         num_blocks, block_size, max_model_len, max_num_seqs: what it claims to hold; see `ExecutorLimits`.
         step_time: how long steps take.
+        num_host_blocks, block_swap_s: of the host tier. A step takes longer by `block_swap_s` for every block that
+            moves: nothing overlaps.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int, step_time: StepTimeModel
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        step_time: StepTimeModel,
+        num_host_blocks: int = 0,
+        block_swap_s: float | None = None,
     ) -> None:
         self._limits = ExecutorLimits(
             num_blocks=num_blocks,
@@ -35,6 +45,8 @@ class SimulatedExecutor:
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             max_num_seqs=max_num_seqs,
+            num_host_blocks=num_host_blocks,
+            block_swap_s=block_swap_s,
         )
         self._step_time = step_time
         self._bases = np.zeros(max_num_seqs, np.int32)
@@ -57,7 +69,8 @@ class SimulatedExecutor:
     def durations_s(self, plan: StepPlan, num_steps: int) -> list[float]:
         """Return how long each of `num_steps` steps in a row takes; above 1 for plans of decodes only."""
         if num_steps == 1:
-            return [self._step_time.step_time_s(plan.features)]
+            moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
+            return [self._step_time.step_time_s(plan.features) + moving_s]
         durations: list[float] = self._step_time.decode_run_s(plan.features, num_steps).tolist()
         return durations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -55,7 +56,7 @@ class SimulatedReplica:
         self._loop = loop
         self._observer = observer
         self._jumps = jumps
-        self._inbox: list[Request] = []
+        self._inbox: list[Sequence[Request]] = []
         self._num_inbox_tokens = 0
         self._num_requests = 0
         self._plan: StepPlan | None = None
@@ -72,11 +73,11 @@ class SimulatedReplica:
             num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
         )
 
-    def receive(self, request: Request, now_s: float) -> None:
-        """Take a request that arrives at `now_s`."""
-        self._inbox.append(request)
-        self._num_inbox_tokens += request.num_prompt_tokens
-        self._num_requests += 1
+    def receive(self, group: Sequence[Request], now_s: float) -> None:
+        """Take a request that arrives at `now_s`, with all its sequences."""
+        self._inbox.append(group)
+        self._num_inbox_tokens += group[0].num_prompt_tokens
+        self._num_requests += len(group)
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:
@@ -100,8 +101,8 @@ class SimulatedReplica:
 
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
-        for request in self._inbox:
-            self._emit(self.scheduler.add(request, request.arrival_s))
+        for group in self._inbox:
+            self._emit(self.scheduler.add_group(group, group[0].arrival_s))
         self._inbox.clear()
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.request import Request
+from expediter.core.request import CacheHint, Request
 from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS, prompt_tokens
 
@@ -37,6 +37,8 @@ class Trace:
         prefix_block_tokens: tokens per prefix id.
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
+        cache_hints: what to do with each request's KV when it ends, or None for no hints.
+        num_sequences: sequences of each request, int32, at least 1, shape [n], or None for one each.
         slo_classes: names, "" for none, or None if no request has one.
         slos: the requests' own targets, or None if no request has any.
         seed, rate_scale, limit: how it came from what was recorded: the seed that spread its arrivals, the rate as a
@@ -54,6 +56,8 @@ class Trace:
     prefix_block_tokens: int
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
+    cache_hints: tuple[CacheHint | None, ...] | None = None
+    num_sequences: npt.NDArray[np.int32] | None = None
     slo_classes: tuple[str, ...] | None = None
     slos: tuple[Slo, ...] | None = None
     seed: int = 0
@@ -89,6 +93,8 @@ class Trace:
             prefix_offsets=offsets,
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
+            cache_hints=None if self.cache_hints is None else self.cache_hints[:n],
+            num_sequences=None if self.num_sequences is None else self.num_sequences[:n],
             slo_classes=None if self.slo_classes is None else self.slo_classes[:n],
             slos=None if self.slos is None else self.slos[:n],
             limit=num_requests,
@@ -106,17 +112,25 @@ class Trace:
         arrival_s = first + (self.arrival_s - first) / rate_scale
         return replace(self, arrival_s=arrival_s, rate_scale=self.rate_scale * rate_scale)
 
-    def requests(self) -> Iterator[Request]:
-        """Yield the requests in order of arrival; each prompt is made when its request is asked for.
+    def groups(self) -> Iterator[tuple[Request, ...]]:
+        """Yield the requests in order of arrival, each with its sequences; a prompt is made when it is asked for.
 
-        Ids are the row's number in arrival order, so that the same trace always gives the same ids. Requests end by
-        length alone, after the trace's number of output tokens.
+        Ids are the row's number in arrival order, so that the same trace always gives the same ids; further sequences
+        have ".1", ".2" and so on behind it. Requests end by length alone, after the trace's number of output tokens.
         """
         for row in range(len(self)):
-            yield self.request(row)
+            request = self.request(row)
+            n = 1 if self.num_sequences is None else int(self.num_sequences[row])
+            others = (replace(request, request_id=f"{request.request_id}.{number}") for number in range(1, n))
+            yield (request, *others)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield every sequence of every request, in the order of `groups`."""
+        for group in self.groups():
+            yield from group
 
     def request(self, row: int) -> Request:
-        """Return the request in that row."""
+        """Return the request in that row, its first sequence."""
         num_output = int(self.output_tokens[row])
         ids = self.prefix_ids[self.prefix_offsets[row] : self.prefix_offsets[row + 1]]
         return Request(
@@ -125,6 +139,7 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            cache_hint=None if self.cache_hints is None else self.cache_hints[row],
             slo=NO_SLO if self.slos is None else self.slos[row],
             slo_class="" if self.slo_classes is None else self.slo_classes[row],
             arrival_s=float(self.arrival_s[row]),

@@ -7,7 +7,8 @@ Formats, recognised by content (gzip is seen through, CRLF and a byte order mark
 - **Azure** LLM inference traces: CSV `TIMESTAMP` (ISO), `ContextTokens`, `GeneratedTokens`; or the same as parquet with
   `arrival_s`, `input_len`, `output_len`. Source: Azure/AzurePublicDataset.
 - **Expediter** jsonl: `arrival_s`, `input_tokens`, `output_tokens`; optionally `prefix_ids` with `prefix_block_tokens`
-  (512 if absent, one size per file), `priority` (lower runs first) and `tenant`.
+  (512 if absent, one size per file), `priority` (lower runs first), `tenant`, `cache_hint` (`"drop"` or
+  `{"pin_s": 30}`) and `n` (sequences of the prompt, each of which has `output_tokens`; 1 if absent).
 
 Rules:
 
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, TypeVar
+from typing import Annotated, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expediter.core.request import MAX_PIN_S, CacheHint
 from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.synthetic_tokens import MAX_NUMBERS
 from expediter.sim.trace import Trace, TraceError
@@ -47,9 +49,10 @@ FORMATS: Final = (
     "Mooncake jsonl (timestamp, input_length, output_length, hash_ids)",
     "Azure csv (TIMESTAMP, ContextTokens, GeneratedTokens) or parquet (arrival_s, input_len, output_len)",
     "Expediter jsonl (arrival_s, input_tokens, output_tokens"
-    "[, prefix_ids, prefix_block_tokens, priority, tenant, slo_class, ttft_s, tpot_s, e2e_s])",
+    "[, prefix_ids, prefix_block_tokens, priority, tenant, cache_hint, n, slo_class, ttft_s, tpot_s, e2e_s])",
 )
 MAX_LENGTH: Final = 1 << 24
+MAX_SEQUENCES: Final = 1024
 _MOONCAKE_BLOCKS: Final = (512, 16)
 _SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
 
@@ -68,6 +71,10 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: list[_PrefixId]
 
 
+class _PinHint(msgspec.Struct, forbid_unknown_fields=True):
+    pin_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PIN_S)]
+
+
 class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     arrival_s: _Time
     input_tokens: _InputLength
@@ -76,6 +83,8 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True):
     prefix_block_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)] = 512
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     tenant: str = ""
+    cache_hint: Literal["drop"] | _PinHint | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
     slo_class: str = ""
     ttft_s: _Target | None = None
     tpot_s: _Target | None = None
@@ -160,6 +169,8 @@ class _Columns:
         self.prefix_counts = array("q")
         self.priorities = array("i")
         self.tenants: list[str] = []
+        self.cache_hints: list[CacheHint | None] = []
+        self.num_sequences = array("i")
         self.slo_classes: list[str] = []
         self.slos: list[Slo] = []
 
@@ -184,6 +195,8 @@ class _Columns:
             prefix_block_tokens=prefix_block_tokens,
             priorities=np.array(self.priorities, np.int32) if any(self.priorities) else None,
             tenants=tuple(self.tenants) if any(self.tenants) else None,
+            cache_hints=tuple(self.cache_hints) if any(self.cache_hints) else None,
+            num_sequences=np.array(self.num_sequences, np.int32) if any(n > 1 for n in self.num_sequences) else None,
             slo_classes=tuple(self.slo_classes) if any(self.slo_classes) else None,
             slos=tuple(self.slos) if any(slo != NO_SLO for slo in self.slos) else None,
         )
@@ -210,6 +223,8 @@ def _sorted(trace: Trace) -> Trace:
         prefix_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         priorities=None if trace.priorities is None else trace.priorities[order],
         tenants=_picked(trace.tenants, order),
+        cache_hints=_picked(trace.cache_hints, order),
+        num_sequences=None if trace.num_sequences is None else trace.num_sequences[order],
         slo_classes=_picked(trace.slo_classes, order),
         slos=_picked(trace.slos, order),
     )
@@ -263,7 +278,7 @@ def _spread(trace: Trace, seed: int) -> Trace:
     widths = np.minimum(np.append(gaps, tick_s), tick_s)
     places = np.random.default_rng(seed).random(len(trace))
     spread = np.sort(np.repeat(ticks, counts) + places * np.repeat(widths, counts))
-    return replace(trace, arrival_s=spread, seed=seed)
+    return replace(trace, arrival_s=spread)
 
 
 def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
@@ -286,6 +301,10 @@ def _read_own(path: Path, lines: Iterator[tuple[int, bytes]]) -> Trace:
         columns.add(row.arrival_s, row.input_tokens, row.output_tokens, row.prefix_ids)
         columns.priorities.append(row.priority)
         columns.tenants.append(row.tenant)
+        hint = row.cache_hint
+        pin_s = hint.pin_s if isinstance(hint, _PinHint) else 0.0
+        columns.cache_hints.append(None if hint is None else CacheHint(pin_s=pin_s, drop=hint == "drop"))
+        columns.num_sequences.append(row.n)
         columns.slo_classes.append(row.slo_class)
         slo = (row.ttft_s, row.tpot_s, row.e2e_s)
         if slo not in slos:  # a few different ones for many rows

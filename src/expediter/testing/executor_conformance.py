@@ -31,7 +31,9 @@ class ExecutorConformance:
     reads_kv: ClassVar[bool] = True
     repeats: ClassVar[bool] = False
 
-    LIMITS: ClassVar = ExecutorLimits(num_blocks=64, block_size=4, max_model_len=128, vocab_size=1000, max_num_seqs=4)
+    LIMITS: ClassVar = ExecutorLimits(
+        num_blocks=64, block_size=4, max_model_len=128, vocab_size=1000, max_num_seqs=4, num_host_blocks=12
+    )
 
     def make_executor(self, limits: ExecutorLimits) -> Executor:
         """Return a fresh executor with exactly these limits; vocab_size may be the model's own."""
@@ -59,7 +61,7 @@ class ExecutorConformance:
     def test_limits_are_the_ones_asked_for(self, executor: Executor) -> None:
         limits = executor.limits
         assert limits.vocab_size >= 1
-        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs"):
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "num_host_blocks"):
             assert getattr(limits, name) == getattr(self.LIMITS, name)
 
     def test_result_has_one_token_in_range_per_sampled_entry(self, executor: Executor, driver: PlanDriver) -> None:
@@ -148,6 +150,51 @@ class ExecutorConformance:
         driver.generate(other, 3)
         resumed = driver.admit(prompt, output=before)
         self.assert_same(before + driver.generate(resumed, 4, chunk=5), self.alone(prompt, 11))
+
+    @pytest.mark.parametrize("length", [8, 11, 12])
+    def test_swapped_out_and_in_again_goes_on_with_the_same_tokens(self, driver: PlanDriver, length: int) -> None:
+        prompt = _prompt(13, length)
+        first = driver.admit(prompt)
+        before = driver.generate(first, 7)
+        host = [5, 11, 0, 1, 7][: -(-first.num_computed // 4)]
+        driver.swap_out(first, host)
+        other = driver.admit(_prompt(14, 60))  # takes over the blocks in the plan that moves their contents away
+        driver.generate(other, 3)
+        resumed = driver.swap_in(first, host)
+        assert resumed.blocks != first.blocks
+        again = driver.step((other, 1), (resumed, 1)).tokens.shape[1]
+        assert again == 2
+        self.assert_same(before + resumed.output[7:] + driver.generate(resumed, 3), self.alone(prompt, 11))
+
+    def test_blocks_change_places_with_the_host_in_one_plan(self, driver: PlanDriver) -> None:
+        """One sequence goes out and another comes in, into the same device blocks."""
+        prompts = [_prompt(15, 10), _prompt(16, 10)]
+        first = driver.admit(prompts[0])
+        driver.generate(first, 2)
+        driver.swap_out(first, [2, 3, 4])
+        second = driver.admit(prompts[1])
+        driver.generate(second, 2)
+        driver.swap_out(second, [8, 9, 10])
+        resumed = driver.swap_in(first, [2, 3, 4])
+        assert resumed.blocks[:3] == second.blocks[:3]
+        self.assert_same([*driver.generate(resumed, 4)], self.alone(prompts[0], 6)[2:])
+        driver.release(resumed)
+        back = driver.swap_in(second, [8, 9, 10])
+        self.assert_same([*driver.generate(back, 4)], self.alone(prompts[1], 6)[2:])
+
+    def test_swapped_in_behind_a_cached_prefix(self, driver: PlanDriver) -> None:
+        prompt = _prompt(17, 13)
+        first = driver.admit(prompt)
+        driver.generate(first, 2)
+        driver.swap_out(first, [6, 2, 9, 4])
+        other = driver.admit(_prompt(18, 2))
+        driver.generate(other, 1)  # the first block is lost on the device, which the host has; the others are there
+        last = driver.swap_in(first, [6, 2, 9, 4])
+        self.assert_same(driver.generate(last, 2), self.alone(prompt, 4)[2:])
+        driver.swap_out(last, [0, 1, 2, 3])
+        driver.step((other, 1))
+        again = driver.swap_in(last, [2, 3], num_reused=2)
+        self.assert_same(driver.generate(again, 2), self.alone(prompt, 6)[4:])
 
     @pytest.mark.parametrize("length", [3, 8, 9, 15])
     @pytest.mark.parametrize("chunk", [4, 20])

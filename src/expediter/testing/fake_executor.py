@@ -70,18 +70,21 @@ class FakeExecutor:
 
     Each KV slot holds the chained content of its position. A step reads the content before its first token and the
     whole context through the block table; a block that is missing, stale, shared by mistake or in the wrong order
-    therefore changes the tokens. The pool starts out full of garbage for the same reason.
+    therefore changes the tokens. The pool starts out full of garbage for the same reason; so does the host tier, and
+    what was read from it is garbage again afterwards.
 
     Plans with `num_steps > 1` feed each decode its own token back, as so many single plans would.
 
     Args:
-        limits: what it claims to hold.
+        limits: what it claims to hold; `block_swap_s` is added to a step for every block that moves.
         step_time: fills `elapsed_s`; without it every step takes 0 s.
         clock: advanced by each step's duration, step by step.
     Raises:
         InvariantError: from `execute`, when the plan itself is inconsistent: a slot twice, an entry that does not go
             on where its sequence stopped, a block id or token out of range, one KV slot written by two entries, a
-            copy whose source is overwritten or whose destination is named twice.
+            copy whose source is overwritten or whose destination is named twice, a move to one block twice.
+    Attributes:
+        broken_host_blocks: moves from and to these fail, and the result says so; for tests to fill.
     """
 
     def __init__(
@@ -92,6 +95,9 @@ class FakeExecutor:
         self._clock = clock
         num_kv_slots = limits.num_blocks * limits.block_size
         self._kv: _U64 = _mix(np.arange(1, num_kv_slots + 1, dtype=np.uint64))
+        num_host_slots = limits.num_host_blocks * limits.block_size
+        self._host: _U64 = _mix(np.arange(1, num_host_slots + 1, dtype=np.uint64) << np.uint64(32))
+        self.broken_host_blocks: set[int] = set()
         self._computed = np.full(limits.max_num_seqs, -1, dtype=np.int64)
         self._seeds: _U64 = np.zeros(limits.max_num_seqs, dtype=np.uint64)
         self.num_steps_executed = 0
@@ -105,6 +111,7 @@ class FakeExecutor:
         """Run the plan on the toy model; see the class for what makes it raise InvariantError."""
         self._check(plan)
         self._copy(plan.copies)
+        failed = self._swap(plan)
         tokens = np.empty((plan.num_steps, len(plan.sampled)), dtype=np.int32)
         tokens[0] = self._sample(plan, self._forward(plan, plan.starts, plan.tokens))
         for step in range(1, plan.num_steps):
@@ -113,7 +120,7 @@ class FakeExecutor:
         self._computed[plan.slots] = ends
         self._computed[plan.sample_slots] = ends[plan.sampled]
         self.num_steps_executed += plan.num_steps
-        return StepResult(step_id=plan.step_id, tokens=tokens, elapsed_s=self._elapse(plan))
+        return StepResult(step_id=plan.step_id, tokens=tokens, elapsed_s=self._elapse(plan), failed_host_blocks=failed)
 
     def close(self) -> None:
         self._kv = np.zeros(0, dtype=np.uint64)
@@ -122,7 +129,8 @@ class FakeExecutor:
         if self._step_time is None:
             return 0.0
         if plan.num_steps == 1:
-            durations = [self._step_time.step_time_s(plan.features)]
+            moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
+            durations = [self._step_time.step_time_s(plan.features) + moving_s]
         else:
             durations = self._step_time.decode_run_s(plan.features, plan.num_steps).tolist()
         if self._clock is not None:
@@ -172,6 +180,36 @@ class FakeExecutor:
     def _sample(self, plan: StepPlan, digests: _U64) -> TokenArray:
         seeds = self._seeds[plan.sample_slots] * np.uint64(_TOKEN_FACTOR)
         return (_mix(digests[plan.sampled] + seeds) % np.uint64(self._limits.vocab_size)).astype(np.int32)
+
+    def _swap(self, plan: StepPlan) -> tuple[int, ...]:
+        """Move blocks between pool and host; return the host blocks of the moves that failed."""
+        out, into, size = plan.swap_out, plan.swap_in, self._limits.block_size
+        if not plan.num_swapped_blocks:
+            return ()
+        self._check_moves(out.sources, out.targets, targets=out.targets)
+        self._check_moves(into.targets, into.sources, targets=into.targets)
+        if np.isin(out.targets, into.sources).any():
+            raise InvariantError("a host block is written and read in one plan")
+        pool, host = self._kv.reshape(-1, size), self._host.reshape(-1, size)
+        works = ~np.isin(out.targets, list(self.broken_host_blocks))
+        host[out.targets[works]] = pool[out.sources[works]]
+        works = ~np.isin(into.sources, list(self.broken_host_blocks))
+        pool[into.targets[works]] = host[into.sources[works]]
+        host[into.sources] = _mix(host[into.sources])
+        moved = {*out.targets.tolist(), *into.sources.tolist()}
+        return tuple(sorted(moved & self.broken_host_blocks))
+
+    def _check_moves(self, device: IntArray, host: IntArray, *, targets: IntArray) -> None:
+        for name, blocks, count in (
+            ("device", device, self._limits.num_blocks),
+            ("host", host, self._limits.num_host_blocks),
+        ):
+            if len(blocks) and (blocks.min() < 0 or blocks.max() >= count):
+                raise InvariantError(f"a move names a {name} block out of range")
+        if len(np.unique(targets)) != len(targets):
+            raise InvariantError("two moves go to one block")
+        if len(device) != len(host):
+            raise InvariantError("a move has a block at one end only")
 
     def _forward(self, plan: StepPlan, starts: IntArray, tokens: TokenArray) -> _U64:
         """Write the new tokens' KV and return the digest of every entry's context, uint64, shape [num_seqs]."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from expediter.core.errors import InvariantError
-from expediter.core.plan import Admission, StepFeatures, StepPlan, StepResult, TokenLogprobs
+from expediter.core.plan import NO_MOVES, Admission, BlockMoves, StepFeatures, StepPlan, StepResult, TokenLogprobs
 from expediter.core.ports import Executor
 from expediter.core.request import GREEDY, Request, RequestState, SamplingParams, TokenArray
 
@@ -67,6 +67,7 @@ class PlanDriver:
         columns = min(-(-limits.max_model_len // limits.block_size), limits.num_blocks)
         self._block_tables = np.full((limits.max_num_seqs, columns), -1, dtype=np.int32)
         self._admitted: list[Admission] = []
+        self._swap_out = self._swap_in = NO_MOVES
         self._copies: list[tuple[int, int]] = []
         self._num_requests = 0
         self._step_id = 0
@@ -108,6 +109,26 @@ class PlanDriver:
         self._block_tables[sequence.slot, : len(cached_blocks)] = cached_blocks
         self._admitted.append(Admission(sequence.slot, state, tokens, num_cached))
         return sequence
+
+    def swap_out(self, sequence: DrivenSequence, host_blocks: Sequence[int]) -> None:
+        """Release a sequence; its computed tokens' blocks go to `host_blocks` with the next plan."""
+        blocks = sequence.blocks[: -(-sequence.num_computed // self._block_size)]
+        self._swap_out = _appended(self._swap_out, blocks, host_blocks)
+        self.release(sequence)
+
+    def swap_in(self, sequence: DrivenSequence, host_blocks: Sequence[int], *, num_reused: int = 0) -> DrivenSequence:
+        """Enter a swapped-out sequence again; its computed tokens come from `host_blocks` with the next plan.
+
+        Args:
+            num_reused: leading blocks that are still in the pool; `host_blocks` are those behind them.
+        """
+        prompt, kept = sequence.state.request.prompt, sequence.blocks[:num_reused]
+        resumed = self.admit(prompt, sequence.state.request.sampling, output=sequence.output, cached_blocks=kept)
+        self._grow(resumed, sequence.num_computed)
+        resumed.num_computed = sequence.num_computed
+        self._admitted[-1] = self._admitted[-1]._replace(num_cached_tokens=sequence.num_computed)
+        self._swap_in = _appended(self._swap_in, host_blocks, resumed.blocks[num_reused:])
+        return resumed
 
     def follow(self, leader: DrivenSequence, sampling: SamplingParams = GREEDY) -> DrivenSequence:
         """Enter a sequence with the prompt of another that has not caught up: they fork when it does."""
@@ -188,8 +209,11 @@ class PlanDriver:
             sample_slots=np.array([slot for _, slot in samples], dtype=np.int32),
             copies=np.array(self._copies, dtype=np.int32).reshape(-1, 2).T,
             num_steps=num_steps,
+            swap_out=self._swap_out,
+            swap_in=self._swap_in,
         )
         self._admitted.clear()
+        self._swap_out = self._swap_in = NO_MOVES
         self._copies.clear()
         self._step_id += 1
         self.last_plan = plan
@@ -208,3 +232,10 @@ class PlanDriver:
                 raise InvariantError("the test uses more blocks than the executor has")
             sequence.blocks.append(self._free_blocks.pop(0))
             self._block_tables[sequence.slot, len(sequence.blocks) - 1] = sequence.blocks[-1]
+
+
+def _appended(moves: BlockMoves, sources: Sequence[int], targets: Sequence[int]) -> BlockMoves:
+    return BlockMoves(
+        np.concatenate((moves.sources, np.array(sources, np.int32))),
+        np.concatenate((moves.targets, np.array(targets, np.int32))),
+    )

@@ -22,7 +22,7 @@ from expediter.core.events import (
 )
 from expediter.core.explanation import Reason
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
-from expediter.core.ports import ExecutorLimits
+from expediter.core.ports import ExecutorLimits, StepTimeModel
 from expediter.core.request import FinishReason, Request
 from expediter.core.slo import NO_SLO, Slo
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
@@ -66,6 +66,8 @@ class DrivenRequest:
         num_computed_tokens: tokens whose KV exists, as of the last applied step.
         num_tokens_run: tokens computed for it in all, repetitions after preemptions included.
         num_bypassed: requests admitted past it while it waited.
+        num_failed_swaps: times that its KV did not come back from the host.
+        num_restored_tokens: tokens brought back from the host, in all.
         is_decoding: it has caught up, so every step owes it a token.
         leader: who computes its prompt, until the group forks.
         followers: whose prompt it computes.
@@ -82,6 +84,8 @@ class DrivenRequest:
     num_tokens_run: int = 0
     num_preemptions: int = 0
     num_bypassed: int = 0
+    num_failed_swaps: int = 0
+    num_restored_tokens: int = 0
     is_running: bool = False
     is_decoding: bool = False
     has_first_token: bool = False
@@ -183,6 +187,7 @@ class SchedulerDriver:
                 max_model_len=scheduler.config.max_model_len,
                 vocab_size=vocab_size,
                 max_num_seqs=scheduler.config.max_num_seqs,
+                num_host_blocks=kv.host.num_blocks,
             )
         )
         self.now_s = 0.0
@@ -204,15 +209,25 @@ class SchedulerDriver:
         policy: PolicyConfig | None = None,
         ordering: Ordering | str | None = None,
         prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        block_swap_s: float | None = None,
+        prior: StepTimeModel | None = None,
         vocab_size: int = 50,
         checks_blocks: bool = True,
     ) -> SchedulerDriver:
         """Return a driver of a new scheduler over an empty KV cache."""
         scheduler = build_scheduler(
             config=config,
-            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching),
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                num_host_blocks=num_host_blocks,
+                block_swap_s=block_swap_s,
+            ),
             policy=replace(policy or PolicyConfig(), ordering=ordering) if isinstance(ordering, str) else policy,
             ordering=None if isinstance(ordering, str) else ordering,
+            prior=prior,
         )
         return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks)
 
@@ -325,16 +340,20 @@ class SchedulerDriver:
         entries = [(request.last_heir, length) for request, length in self._entries]
         alive = [(request, length) for request, length in entries if request.finished is None]
         owed: list[tuple[DrivenRequest, int]] = []
+        events = self.scheduler.apply(result, self.now_s)
+        fallen = {e.request_id for e in events if isinstance(e, Preempted)}
+        _require(not fallen or result.failed_host_blocks != (), f"{fallen} lost their KV, though no move failed")
         for request, length in alive:
             num_known = len(request.known_tokens)
             request.num_computed_tokens += length + num_steps - 1
             request.num_tokens_run += length + num_steps - 1
             has_caught_up = request.num_computed_tokens == num_known + num_steps - 1
+            has_caught_up &= request.request_id not in fallen
             owed += [(other, len(other.output) + num_steps * has_caught_up) for other in request.members]
             if has_caught_up:
                 request.fork()
         self._entries = []
-        self._record(self.scheduler.apply(result, self.now_s))
+        self._record(events)
         for request, num_output in owed:
             _require(
                 len(request.output) == num_output,
@@ -373,6 +392,7 @@ class SchedulerDriver:
         _require(self.step().is_empty, "a plan without work is not empty")
         _require(kv.num_used_blocks == 0, f"{kv.num_used_blocks} blocks are still used")
         _require(kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks, "blocks are lost")
+        _require(kv.host.num_free == kv.host.num_blocks, "host blocks are lost")
 
     def check(self) -> None:
         """Verify the scheduler's state against the events."""
@@ -392,6 +412,12 @@ class SchedulerDriver:
         _require(scheduler.has_work == bool(live), "has_work disagrees with the events")
         parts = (kv.num_free_blocks, kv.num_cached_blocks, kv.num_used_blocks)
         _require(sum(parts) == kv.num_blocks and min(parts) >= 0, f"free, cached and used blocks are {parts}")
+        host = kv.host
+        parts = (host.num_free, host.num_held, host.num_in_transit)
+        _require(sum(parts) == host.num_blocks and min(parts) >= 0, f"free, held and read host blocks are {parts}")
+        _require(self._entries != [] or not host.num_in_transit, "host blocks are read, and no step is in flight")
+        held = sum(self._num_host_blocks(r) for r in waiting)
+        _require(held == host.num_held, f"waiting requests hold {held} host blocks of {host.num_held}")
         if self._checks_blocks:
             scheduler.check()
         for request in live[:4]:  # some of them, since each that waits costs a look at all that wait
@@ -412,6 +438,11 @@ class SchedulerDriver:
         told_to_run = spans[-1].reason in (Reason.PREFILLING, Reason.DECODING)
         _require(told_to_run == request.is_running, f"{request.request_id} is explained as {spans[-1].reason}")
         _require(all(span.in_words() for span in spans), "a span has no words")
+
+    def _num_host_blocks(self, request: DrivenRequest) -> int:
+        state = self.scheduler.find(request.request_id)
+        copy = None if state is None else self.scheduler.kv.host.find(state.sequence)
+        return 0 if copy is None else len(copy.blocks)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -516,18 +547,33 @@ class SchedulerDriver:
     ) -> None:
         name = request.request_id
         match event:
-            case Admitted(num_known_tokens=num_known, num_cached_tokens=num_cached, resumed=resumed):
+            case Admitted(
+                num_known_tokens=num_known,
+                num_cached_tokens=num_cached,
+                resumed=resumed,
+                num_restored_tokens=num_restored,
+            ):
                 _require(not request.is_running, f"{name} is admitted twice")
                 _require(resumed == bool(request.admissions), f"{name}: resumed is {resumed}")
                 _require(num_known == len(request.known_tokens), f"{name} is admitted with {num_known} tokens")
                 most = num_known - (request.leader is None)
                 _require(0 <= num_cached <= most, f"{name}: {num_cached} of {num_known} tokens cached")
+                num_computed = num_cached + num_restored
+                _require(num_cached <= num_computed <= most, f"{name}: {num_restored} tokens restored")
+                _require(resumed or not num_restored, f"{name}: {num_restored} tokens restored of a new request")
                 request.is_running = True
-                request.num_computed_tokens = num_cached if request.leader is None else 0
+                request.num_computed_tokens = num_computed if request.leader is None else 0
+                request.num_restored_tokens += num_restored
                 request.admissions.append(num_cached)
-            case Preempted(num_lost_tokens=num_lost):
+            case Preempted(cause=PreemptCause.SWAP_FAILED):
+                _require(request.is_running and not request.is_decoding, f"{name} loses KV that it did not wait for")
+                request.num_failed_swaps += 1
+                request.is_running = False
+                request.num_computed_tokens = 0
+            case Preempted(num_lost_tokens=num_lost, num_swapped_tokens=num_swapped):
                 _require(request.is_running, f"{name} is preempted while it waits")
                 _require(num_lost == request.num_computed_tokens, f"{name} lost {num_lost} tokens")
+                _require(0 <= num_swapped <= num_lost, f"{name}: {num_swapped} of {num_lost} tokens swapped out")
                 request.num_preemptions += 1
                 limit = self.scheduler.config.max_preemptions
                 _require(request.num_preemptions <= limit, f"{name} was preempted {request.num_preemptions} times")
@@ -570,7 +616,7 @@ class SchedulerDriver:
         cached = request.admissions[0] if request.admissions else 0
         told = (request.request.num_prompt_tokens, len(request.output), cached, request.num_preemptions)
         _require(counts == told, f"{name} ends with counts {counts}, events say {told}")
-        most = request.request.max_total_tokens * (request.num_preemptions + 1)
+        most = request.request.max_total_tokens * (request.num_preemptions + request.num_failed_swaps + 1)
         _require(request.num_tokens_run <= most, f"{name}: {request.num_tokens_run} tokens computed, at most {most}")
 
 

@@ -126,7 +126,7 @@ class SloOrdering:
 
     def push(self, state: RequestState, now_s: float) -> None:
         match = self._kv.match(state.token_bytes, state.request.cache_salt)
-        num_tokens = state.num_known_tokens - match.num_blocks * self._kv.block_size
+        num_tokens = state.num_known_tokens - self._kv.num_reusable_tokens(state.sequence, match)
         job = self._job(state, num_tokens)
         self._waiting[state.sequence] = job
         self._num_refusable += _is_refusable(state)
