@@ -9,6 +9,7 @@ does: ours has one figure, which stands beside both.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -49,8 +50,9 @@ class Participant:
             SystemExit: the process died; its last words are the message.
         """
         stdin, stdout = self._pipes()
-        stdin.write(json.dumps({"case": case, "samples": num_samples}) + "\n")
-        stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died; what it said is read below
+            stdin.write(json.dumps({"case": case, "samples": num_samples}) + "\n")
+            stdin.flush()
         for line in stdout:
             if line.startswith('{"samples"'):  # anything else is what a package prints on import
                 samples: list[float] = json.loads(line)["samples"]

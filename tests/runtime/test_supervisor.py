@@ -19,6 +19,7 @@ from expediter.core.explanation import Reason, Span
 from expediter.core.request import FinishReason, Request
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.questions import Questions
+from expediter.runtime.replica_process import to_its_end
 from expediter.runtime.spec import ReplicaSpec, decode_spec, encode_spec
 from expediter.runtime.streams import OutputTokens, RequestStream
 from expediter.runtime.supervisor import ReplicaState, Supervisor, SupervisorConfig
@@ -134,18 +135,20 @@ def test_requests_over_two_replicas() -> None:
 
 def test_whichever_replica_had_it_explains_a_request() -> None:
     async def story() -> None:
-        running = supervisor("--step-s", "0.3", specs=[spec(0), spec(1)])
+        running = supervisor(specs=[spec(0), spec(1)])
         assert await running.explain("r0") is None, "there is nobody to ask yet"
         await running.start()
         streams = [running.submit([request(f"r{i}", [i + 1] * 2, 1)], asyncio.Event())[0] for i in range(2)]
-        with pytest.raises(CapacityError, match="in time"):
-            await running.explain("r1", timeout_s=0.01)
         for stream in streams:
             await collect(stream)
             spans = await running.explain(stream.request.request_id)
             assert spans is not None
             assert [span.reason for span in spans][-1] is Reason.ENDED
         assert await running.explain("nobody") is None
+        os.kill(running.pids[0], signal.SIGSTOP)
+        with pytest.raises(CapacityError, match="in time"):
+            await running.explain("r0", timeout_s=0.05)
+        os.kill(running.pids[0], signal.SIGCONT)
         running._replicas[0].process.kill()  # type: ignore[union-attr]
         assert (await running.explain("r1")) is not None, "the other one knows"
         await running.stop()
@@ -248,3 +251,27 @@ def test_config_is_checked() -> None:
     ):
         with pytest.raises(ConfigurationError):
             SupervisorConfig(**wrong)
+
+
+def test_work_goes_to_its_end_although_its_caller_is_cancelled() -> None:
+    async def story() -> None:
+        steps: list[str] = []
+        has_begun = asyncio.Event()
+
+        async def work() -> str:
+            steps.append("begun")
+            has_begun.set()
+            await asyncio.sleep(0.05)
+            steps.append("ended")
+            return "result"
+
+        caller = asyncio.create_task(to_its_end(work()))
+        await has_begun.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert steps == ["begun", "ended"]
+        assert await to_its_end(work()) == "result"
+        assert len(steps) == 4
+
+    asyncio.run(story())

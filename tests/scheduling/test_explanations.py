@@ -296,6 +296,21 @@ def test_who_asked_is_refused_when_late_and_others_are_deferred():
     assert driver.requests["patient"].finished is not driver.rejected["hasty"]
 
 
+def test_a_group_is_refused_as_one():
+    driver = build(num_seqs=2, ordering=HastyFcfs())
+    driver.submit("running", [1], 8)
+    driver.step()
+    driver.submit("hasty", [2], 2, slo=Slo(ttft_s=2.5), refuse_late=True, n=2)
+    driver.step()
+    assert last(driver, "hasty.1").reason is Reason.NO_SLOT, "one slot is free, and they start together"
+    for _ in range(3):
+        driver.step()
+    assert set(driver.rejected) == {"hasty", "hasty.1"}
+    assert reasons(driver, "hasty") == reasons(driver, "hasty.1")
+    assert reasons(driver, "hasty")[-1] is Reason.REJECTED
+    driver.run_to_end()
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 5), st.booleans()), max_size=10),

@@ -76,9 +76,12 @@ class SlackBudget:
             attention = prompt_tokens * (prefix + prompt_tokens / 2)
             return model.bound_s(StepFeatures(size + prompt_tokens, size + 1, size, context, attention))
 
-        available_s = max(slack_s, 1.05 * duration_s(0))
         low, high = 0, max(0, self._max_tokens - size)
-        if duration_s(high) <= available_s:
+        longest_s = duration_s(high)
+        if longest_s <= slack_s:
+            return size + high
+        available_s = max(slack_s, 1.05 * duration_s(0))
+        if longest_s <= available_s:
             return size + high
         while high - low > _TILE:
             middle = (low + high) // 2
