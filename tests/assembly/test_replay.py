@@ -118,16 +118,16 @@ def test_a_server_that_is_not_there_is_named():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    config = ReplayConfig(trace=load_trace("demo"), slo=Slo(), rate_scale=1.0)
+    config = ReplayConfig(trace=load_trace("demo"), slos=(Slo(),), rate_scale=1.0)
     with pytest.raises(ReplicaError, match=url):
-        asyncio.run(Replay(config, LoadClient(url), lambda done, total: None).run())
+        asyncio.run(Replay(config, LoadClient(url)).run())
 
 
-@pytest.mark.parametrize("name", ["rate_scale", "prompt_scale", "output_scale"])
+@pytest.mark.parametrize("name", ["rate_scale", "load", "prompt_scale", "output_scale"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_must_be_numbers_above_0(name, value):
     with pytest.raises(ConfigurationError, match=name):
-        ReplayConfig(trace=load_trace("demo"), slo=Slo(), **{name: value})
+        ReplayConfig(trace=load_trace("demo"), slos=(Slo(),), **{name: value})
 
 
 @pytest.mark.parametrize(

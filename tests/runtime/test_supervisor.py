@@ -19,6 +19,7 @@ from expediter.core.explanation import Reason, Span
 from expediter.core.request import FinishReason, Request
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.questions import Questions
+from expediter.runtime.replica_process import to_its_end
 from expediter.runtime.spec import ReplicaSpec, decode_spec, encode_spec
 from expediter.runtime.streams import OutputTokens, RequestStream
 from expediter.runtime.supervisor import ReplicaState, Supervisor, SupervisorConfig
@@ -250,3 +251,27 @@ def test_config_is_checked() -> None:
     ):
         with pytest.raises(ConfigurationError):
             SupervisorConfig(**wrong)
+
+
+def test_work_goes_to_its_end_although_its_caller_is_cancelled() -> None:
+    async def story() -> None:
+        steps: list[str] = []
+        has_begun = asyncio.Event()
+
+        async def work() -> str:
+            steps.append("begun")
+            has_begun.set()
+            await asyncio.sleep(0.05)
+            steps.append("ended")
+            return "result"
+
+        caller = asyncio.create_task(to_its_end(work()))
+        await has_begun.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert steps == ["begun", "ended"]
+        assert await to_its_end(work()) == "result"
+        assert len(steps) == 4
+
+    asyncio.run(story())

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,21 @@ from expediter.core.errors import InvariantError
 from expediter.core.events import RejectReason
 from expediter.core.plan import StepResult
 from expediter.core.request import CacheHint, Request, Status
-from expediter.scheduling.build import EVICTIONS, CacheConfig, PolicyConfig, build_scheduler
+from expediter.core.slo import NO_SLO, Slo
+from expediter.scheduling.build import (
+    BATCHINGS,
+    BUDGET_RULES,
+    EVICTIONS,
+    MEMORY_RULES,
+    ORDERINGS,
+    VICTIM_RULES,
+    CacheConfig,
+    PolicyConfig,
+    build_scheduler,
+    limits_with_budget,
+)
 from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.memory import FullReservation
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
 
@@ -34,6 +48,9 @@ class Sketch(NamedTuple):
     stop_token_ids: tuple[int, ...]
     priority: int
     cache_salt: str
+    tenant: str
+    slo: Slo
+    refuse_late: bool
     cache_hint: CacheHint | None
     lateness_s: float
     n: int
@@ -49,13 +66,28 @@ SKETCHES = st.builds(
     stop_token_ids=st.sampled_from([(), (), (), (5,), (0, 7, 11)]),
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from(["", "", "b"]),
+    tenant=st.sampled_from(["", "", "heavy", "light", "other"]),
+    slo=st.sampled_from(
+        [NO_SLO, Slo(ttft_s=4.0), Slo(ttft_s=12.0, tpot_s=1.5), Slo(tpot_s=0.5), Slo(e2e_s=20.0), Slo(ttft_s=1.0)]
+    ),
+    refuse_late=st.sampled_from([False, False, True]),
+    # Some have waited for so long that they are over the bound of their ordering.
+    lateness_s=st.sampled_from([0.0, 0.0, 0.0, 5.0, 28.0, 59.0, 1000.0]),
     cache_hint=st.sampled_from([None, None, None, CacheHint(drop=True), CacheHint(pin_s=4.0), CacheHint(pin_s=60.0)]),
-    lateness_s=st.sampled_from([0.0, 0.0, 5.0]),
     n=st.sampled_from([1, 1, 1, 2, 3, 4]),
+)
+POLICIES = st.builds(
+    PolicyConfig,
+    ordering=st.sampled_from(sorted(ORDERINGS)),
+    batching=st.sampled_from(["stall_free", "stall_free", *sorted(BATCHINGS)]),
+    memory=st.sampled_from(["paged", *sorted(MEMORY_RULES)]),
+    budget=st.sampled_from(sorted(BUDGET_RULES)),
+    victims=st.sampled_from(sorted(VICTIM_RULES)),
+    eviction=st.sampled_from(sorted(EVICTIONS)),
 )
 
 
-def fingerprint(scheduler: Scheduler) -> dict[str, object]:
+def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
     """Return everything that decides what a scheduler does next."""
     kv, running = scheduler.kv, scheduler._running
     decoding = running.decoding
@@ -83,7 +115,7 @@ def fingerprint(scheduler: Scheduler) -> dict[str, object]:
         ],
         "copies": [copies.tolist() for copies in running._copies],
         "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
-        "first": None if (head := scheduler._waiting.first(0.0)) is None else head.request_id,
+        "first": None if (head := scheduler._waiting.first(now_s)) is None else head.request_id,
         "slots": list(running._free_slots),
         "host": (
             {o: c.blocks.tolist() for o, c in kv.host._copies.items()},
@@ -130,6 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what clients, executors and the simulator may do; `SchedulerDriver` checks each call."""
 
     checks_blocks = True
+    policy: PolicyConfig | None = None
+    """Instead of one drawn at random."""
     driver: SchedulerDriver
 
     @initialize(
@@ -146,9 +180,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_len=st.integers(-4, 4),
         num_blocks=st.integers(2, 16),
         block_size=st.integers(1, 4),
-        ordering=st.sampled_from(["fcfs", "priority"]),
+        policy=POLICIES,
+        weights=st.sampled_from([{}, {"heavy": 3.0, "light": 0.7}]),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        eviction=st.sampled_from(sorted(EVICTIONS)),
         swap=st.sampled_from([("recompute", 0), ("swap", 8), ("swap", 4), ("cheaper", 6), ("swap", 1)]),
     )
     def build(
@@ -159,9 +193,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_len,
         num_blocks,
         block_size,
-        ordering,
+        policy,
+        weights,
         prefix_caching,
-        eviction,
         swap,
     ):
         preemption_mode, num_host_blocks = swap
@@ -169,8 +203,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_model_len=max(2, num_blocks * block_size + extra_len),
+            tenant_weights=weights,
             **limits,
         )
+        config = limits_with_budget(config, policy, None)
+        if self.policy is not None:
+            policy = self.policy
+            config = replace(config, max_num_batched_tokens=max_num_seqs + extra_budget)
         scheduler = build_scheduler(
             config=config,
             cache=CacheConfig(
@@ -180,10 +219,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_host_blocks=num_host_blocks,
                 block_swap_s=4.0,
             ),
-            policy=PolicyConfig(ordering=ordering, eviction=eviction, preemption_mode=preemption_mode),
+            policy=replace(policy, preemption_mode=preemption_mode),
             prior=OneSecondPerToken(),
         )
-        self.driver = SchedulerDriver(scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks)
+        self.driver = SchedulerDriver(
+            scheduler, vocab_size=VOCAB, checks_blocks=self.checks_blocks, step_time=OneSecondPerToken()
+        )
         self.is_draining = False
         self.num_added = 0
         self.old_results: list[StepResult] = []
@@ -202,6 +243,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=sketch.stop_token_ids,
                 priority=sketch.priority,
                 cache_salt=sketch.cache_salt,
+                tenant=sketch.tenant,
+                slo=sketch.slo,
+                refuse_late=sketch.refuse_late,
                 cache_hint=sketch.cache_hint,
                 arrival_s=driver.now_s - sketch.lateness_s,
             )
@@ -273,7 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.driver.step(max_repeat)
         for _ in range(plan.num_steps):
             assert twin.step().num_seqs == plan.num_seqs
-        assert fingerprint(twin.scheduler) == fingerprint(self.driver.scheduler)
+        now_s = twin.now_s
+        assert fingerprint(twin.scheduler, now_s) == fingerprint(self.driver.scheduler, now_s)
         assert twin.now_s == self.driver.now_s
         for request_id, request in self.driver.requests.items():
             other = twin.requests[request_id]
@@ -300,7 +345,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         if n == 1:
             return True
-        reserved = request.num_prompt_tokens if config.max_preemptions else total - 1
+        is_full = isinstance(self.driver.scheduler.policy.rules.memory, FullReservation)
+        reserved = total - 1 if is_full or not config.max_preemptions else request.num_prompt_tokens
         shared = request.num_prompt_tokens // kv.block_size
         needed = -(-reserved // kv.block_size)
         return needed + (n - 1) * max(1, needed - shared) <= kv.num_blocks

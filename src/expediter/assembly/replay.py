@@ -7,7 +7,6 @@ processes, and steps that take longer or shorter than steps like them do on aver
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +26,6 @@ from expediter.sim.report import Distribution, Report
 from expediter.sim.trace import Trace
 
 _WARM_UP_REQUESTS = 6
-_TARGET_LOAD = 0.6
-"""Share of the time that the server needs for the whole slice at once, when the rate is chosen for the machine."""
 
 
 class _Models(msgspec.Struct):
@@ -74,19 +71,23 @@ class ReplayConfig:
         trace: the requests.
         rate_scale: arrival rate as a multiple of the trace's; None to choose it for the machine.
         prompt_scale, output_scale: lengths as multiples of the trace's.
-        slo: targets for attainment and goodput.
+        load: share of the time that the server needs for the whole slice at once, where the rate is chosen.
+        slos: targets, sent with the requests and judged by; several are given to requests in turn.
     Raises:
-        ConfigurationError: a scale is not above 0.
+        ConfigurationError: a number is not above 0, or there are no targets.
     """
 
     trace: Trace
-    slo: Slo
+    slos: tuple[Slo, ...]
     rate_scale: float | None = None
+    load: float = 0.6
     prompt_scale: float = 1.0
     output_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("rate_scale", "prompt_scale", "output_scale"):
+        if not self.slos:
+            raise ConfigurationError("a replay needs targets to judge by")
+        for name in ("rate_scale", "load", "prompt_scale", "output_scale"):
             value = getattr(self, name)
             if value is not None and not (np.isfinite(value) and value > 0):
                 raise ConfigurationError(f"{name} must be a finite number above 0, not {value}")
@@ -130,10 +131,12 @@ class Replay:
     """One run of a trace against one server.
 
     Args:
-        progress: told (done, total) as requests end.
+        progress: told (done, total) as requests end, if anybody wants to know.
     """
 
-    def __init__(self, config: ReplayConfig, client: LoadClient, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, config: ReplayConfig, client: LoadClient, progress: Callable[[int, int], None] | None = None
+    ) -> None:
         self._config = config
         self._client = client
         self._progress = progress
@@ -148,35 +151,49 @@ class Replay:
         model = (await self._client.get("/v1/models", _Models)).data[0].id
         info = await self._info()
         texts = trace_texts(config.trace, config.prompt_scale)
-        lengths = [max(1, round(int(n) * config.output_scale)) for n in config.trace.output_tokens]
+        lengths = self._lengths()
         tokens = await self._tokenize(texts) if info else []
         rate = config.rate_scale
         await self._warm_up(model, lengths)
         if rate is None:
             if info is None:
                 raise ConfigurationError("the server says nothing of its set-up; give a rate scale")
-            rate = await self._rate_for_machine(info, tokens, lengths)
+            rate = await self._rate_for_machine(info, fit_step_times(await self._steps(0)), tokens, lengths)
         arrivals = config.trace.at_rate(rate).arrival_s
         arrivals = arrivals - arrivals[0]
         prompts = [
-            TimedPrompt(arrival_s=float(arrival), prompt=text, max_tokens=length)
-            for arrival, text, length in zip(arrivals, texts, lengths, strict=True)
+            TimedPrompt(arrival_s=float(arrival), prompt=text, max_tokens=length, fields=_target_fields(slo))
+            for arrival, text, length, slo in zip(arrivals, texts, lengths, self._targets(), strict=True)
         ]
         since = await self._next_step() if info else 0
         outcomes = await self._send(model, prompts)
-        live = _summarize(outcomes, config.slo)
+        live = _summarize(outcomes, self._targets())
         if info is None:
             return ReplayReport(rate_scale=rate, live=live, simulated=None, model=None, fit_error=None)
         steps = await self._steps(since)
         fitted = fit_step_times(steps)
-        requests = _as_requests(tokens, lengths, [outcome.sent_s for outcome in outcomes])
+        requests = _as_requests(tokens, lengths, [outcome.sent_s for outcome in outcomes], self._targets())
         return ReplayReport(
             rate_scale=rate,
             live=live,
-            simulated=_simulate(info, fitted, requests, config.slo),
+            simulated=_simulate(info, fitted, requests),
             model=fitted,
             fit_error=_relative_error(fitted, steps),
         )
+
+    async def calibrate(self) -> tuple[float, FittedModel]:
+        """Warm a server up; return the rate scale for the configured load, and the step-time model of the warm-up.
+
+        Raises:
+            ReplicaError: the server cannot be reached, or says nothing of its set-up and steps.
+        """
+        info = await self._client.get("/server_info", ServerInfo)
+        model = (await self._client.get("/v1/models", _Models)).data[0].id
+        lengths = self._lengths()
+        await self._warm_up(model, lengths)
+        fitted = fit_step_times(await self._steps(0))
+        tokens = await self._tokenize(trace_texts(self._config.trace, self._config.prompt_scale))
+        return await self._rate_for_machine(info, fitted, tokens, lengths), fitted
 
     async def ask(self, question: str) -> str:
         """Return the model's answer to one chat message."""
@@ -189,6 +206,13 @@ class Replay:
         }
         answer = await self._client.post("/v1/chat/completions", body, _Chat)
         return answer.choices[0].message.content
+
+    def _lengths(self) -> list[int]:
+        return [max(1, round(int(n) * self._config.output_scale)) for n in self._config.trace.output_tokens]
+
+    def _targets(self) -> list[Slo]:
+        slos = self._config.slos
+        return [slos[row % len(slos)] for row in range(len(self._config.trace))]
 
     async def _info(self) -> ServerInfo | None:
         try:
@@ -240,14 +264,13 @@ class Replay:
                 raise ReplicaError(f"the server failed a warm-up request: {outcome.error}")
 
     async def _rate_for_machine(
-        self, info: ServerInfo, tokens: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, info: ServerInfo, fitted: FittedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> float:
         """The rate at which the slice keeps this machine busy but not overrun, by simulating it all at once."""
-        fitted = fit_step_times(await self._steps(0))
-        at_once = _simulate(info, fitted, _as_requests(tokens, lengths, [0.0] * len(tokens)), self._config.slo)
+        at_once = _simulate(info, fitted, _as_requests(tokens, lengths, [0.0] * len(tokens), self._targets()))
         arrivals = self._config.trace.arrival_s
         span_s = float(arrivals[-1] - arrivals[0])
-        return max(span_s, 1e-9) / (at_once.simulated_s / _TARGET_LOAD)
+        return max(span_s, 1e-9) / (at_once.simulated_s / self._config.load)
 
     async def _send(self, model: str, prompts: Sequence[TimedPrompt]) -> list[Outcome]:
         done = 0
@@ -255,35 +278,39 @@ class Replay:
         def ended(_: Outcome) -> None:
             nonlocal done
             done += 1
-            self._progress(done, len(prompts))
+            if self._progress is not None:
+                self._progress(done, len(prompts))
 
-        self._progress(0, len(prompts))
         return await self._client.replay(model, prompts, ended)
 
 
-def run_replay(config: ReplayConfig, client: LoadClient, progress: Callable[[int, int], None]) -> ReplayReport:
-    """Run `Replay` to its end from synchronous code."""
-    return asyncio.run(Replay(config, client, progress).run())
+def _target_fields(slo: Slo) -> dict[str, object]:
+    """Targets as the server takes them in a body."""
+    targets = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s, "deadline_ms": slo.e2e_s}
+    return {name: 1000 * seconds for name, seconds in targets.items() if seconds is not None}
 
 
-def _as_requests(tokens: Sequence[Sequence[int]], lengths: Sequence[int], arrivals_s: Sequence[float]) -> list[Request]:
+def _as_requests(
+    tokens: Sequence[Sequence[int]], lengths: Sequence[int], arrivals_s: Sequence[float], slos: Sequence[Slo]
+) -> list[Request]:
     requests = [
         Request(
             request_id=f"r{index:07d}",
             prompt=np.array(prompt, np.int32),
             max_tokens=length,
             arrival_s=arrival_s,
+            slo=slo,
         )
-        for index, (prompt, length, arrival_s) in enumerate(zip(tokens, lengths, arrivals_s, strict=True))
+        for index, (prompt, length, arrival_s, slo) in enumerate(zip(tokens, lengths, arrivals_s, slos, strict=True))
     ]
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
-def _simulate(info: ServerInfo, model: FittedModel, requests: Sequence[Request], slo: Slo) -> Report:
+def _simulate(info: ServerInfo, model: FittedModel, requests: Sequence[Request]) -> Report:
     config = SimulationConfig(
         preset=info.preset,
         replicas=info.replicas,
-        slo=slo,
+        knows_step_time=False,  # a live replica learns its step times from nothing, too
         routing=info.routing,
         policy=info.policy,
         prefix_caching=info.prefix_caching,
@@ -303,14 +330,11 @@ def _relative_error(model: FittedModel, steps: Sequence[tuple[StepFeatures, floa
     return float(np.mean([abs(model.step_time_s(features) - elapsed) / elapsed for features, elapsed in steps]))
 
 
-def _summarize(outcomes: Sequence[Outcome], slo: Slo) -> LiveReport:
+def _summarize(outcomes: Sequence[Outcome], slos: Sequence[Slo]) -> LiveReport:
     finished = [outcome for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     span_s = max(outcome.end_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
-    met = sum(
-        outcome.ttft_s is not None and slo.is_met(outcome.ttft_s, outcome.tpot_s, outcome.end_s - outcome.sent_s)
-        for outcome in finished
-    )
+    met = sum(_is_met(outcome, slo) for outcome, slo in zip(outcomes, slos, strict=True))
     num_prompt = sum(outcome.num_prompt_tokens for outcome in finished)
     return LiveReport(
         num_requests=len(outcomes),
@@ -325,3 +349,9 @@ def _summarize(outcomes: Sequence[Outcome], slo: Slo) -> LiveReport:
         output_tokens_per_s=sum(outcome.num_output_tokens for outcome in finished) / span_s,
         prefix_hit_rate=sum(outcome.num_cached_tokens for outcome in finished) / max(num_prompt, 1),
     )
+
+
+def _is_met(outcome: Outcome, slo: Slo) -> bool:
+    if outcome.error is not None or outcome.ttft_s is None:
+        return False
+    return slo.is_met(outcome.ttft_s, outcome.tpot_s, outcome.end_s - outcome.sent_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -42,11 +42,12 @@ _CHUNKS = msgspec.json.Decoder(_Chunk)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPrompt:
-    """One request to send: `arrival_s` counts from the start of the run."""
+    """One request to send: `arrival_s` counts from the start of the run, `fields` go into the body as they are."""
 
     arrival_s: float
     prompt: str
     max_tokens: int
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +157,7 @@ class LoadClient:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **prompt.fields,
         }
         ended = False
         try:

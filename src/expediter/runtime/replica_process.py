@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,6 +21,25 @@ from expediter.runtime.spec import ReplicaSpec, encode_spec
 
 _READ_BYTES: Final = 1 << 18
 _TERMINATE_S: Final = 5.0
+
+Result = TypeVar("Result")
+
+
+async def to_its_end(work: Coroutine[object, object, Result]) -> Result:
+    """Await `work` even if the caller is cancelled meanwhile; the cancellation then goes on afterwards.
+
+    `asyncio.shield` alone would leave the work behind, and a child process unreaped when the loop closes.
+    """
+    task = asyncio.ensure_future(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled and not task.cancelled() and task.exception() is None:
+        raise asyncio.CancelledError
+    return task.result()
 
 
 class ReplicaProcess:
@@ -60,7 +79,7 @@ class ReplicaProcess:
         except BaseException:
             ours.close()
             process.kill()
-            await asyncio.shield(process.wait())
+            await to_its_end(process.wait())
             raise
         return cls(process, reader, writer)
 

@@ -32,7 +32,7 @@ from expediter.runtime.frames import (
     submit_frame,
 )
 from expediter.runtime.questions import Answer, Questions
-from expediter.runtime.replica_process import ReplicaProcess
+from expediter.runtime.replica_process import ReplicaProcess, to_its_end
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.streams import RequestStream
 from expediter.telemetry.metrics import ReplicaMetrics, ServerMetrics
@@ -298,7 +298,7 @@ class Supervisor:
             replica.metrics.set_up(False)
             replica.questions.give_up()
             self._lose_requests(replica)
-            exit_code = await asyncio.shield(process.end())
+            exit_code = await to_its_end(process.end())
         return exit_code
 
     def _receive(self, replica: _Replica, frame: ReplicaFrame) -> None:

@@ -125,7 +125,6 @@ class Draft:
                 self.queue_is_stuck = False
                 is_open = False
                 continue
-            self._waiting.remove(head)
             if self._start(head):
                 for other in passed:
                     other.num_bypassed += 1
@@ -191,7 +190,10 @@ class Draft:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _start(self, state: RequestState) -> bool:
-        """Move a request from the queue into the running set if it fits, displacing others if the ordering lets it."""
+        """Move a request from the queue into the running set if it fits, displacing others if the ordering lets it.
+
+        It is out of the queue afterwards in any case, but not before the ordering has been asked whom it outranks.
+        """
         kv, rules = self.running.kv, self._rules
         num_tokens = rules.memory.reserve_tokens(state)
         match = kv.match(state.token_bytes, state.request.cache_salt)
@@ -199,6 +201,7 @@ class Draft:
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
+        self._waiting.remove(state)
         if not self.running.enter(state, match, num_tokens, spare, self.now_s):
             spare += self.running.blocks_beside(state, num_tokens)
             self._note_refusal(state, kv.shortage(match, num_tokens, spare))

@@ -120,14 +120,21 @@ class FakeExecutor:
         self._computed[plan.slots] = ends
         self._computed[plan.sample_slots] = ends[plan.sampled]
         self.num_steps_executed += plan.num_steps
-        return StepResult(step_id=plan.step_id, tokens=tokens, elapsed_s=self._elapse(plan), failed_host_blocks=failed)
+        durations_s = self._elapse(plan)
+        return StepResult(
+            step_id=plan.step_id,
+            tokens=tokens,
+            elapsed_s=sum(durations_s),
+            failed_host_blocks=failed,
+            durations_s=durations_s if plan.num_steps > 1 else None,
+        )
 
     def close(self) -> None:
         self._kv = np.zeros(0, dtype=np.uint64)
 
-    def _elapse(self, plan: StepPlan) -> float:
+    def _elapse(self, plan: StepPlan) -> tuple[float, ...]:
         if self._step_time is None:
-            return 0.0
+            return (0.0,) * plan.num_steps
         if plan.num_steps == 1:
             moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
             durations = [self._step_time.step_time_s(plan.features) + moving_s]
@@ -136,7 +143,7 @@ class FakeExecutor:
         if self._clock is not None:
             for duration_s in durations:
                 self._clock.advance_to(self._clock.now() + duration_s)
-        return sum(durations)
+        return tuple(durations)
 
     def _check(self, plan: StepPlan) -> None:
         limits = self._limits

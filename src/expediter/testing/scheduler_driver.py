@@ -25,9 +25,13 @@ from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits, StepTimeModel
 from expediter.core.request import FinishReason, Request
 from expediter.core.slo import NO_SLO, Slo
+from expediter.scheduling.batching import PromptsFirst, StaticBatches
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.lazy_heap import Key
+from expediter.scheduling.memory import PagedMemory
 from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.ordering.simple import ShortestPredicted
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.fake_executor import FakeExecutor, toy_generate
 
@@ -72,12 +76,11 @@ class DrivenRequest:
         leader: who computes its prompt, until the group forks.
         followers: whose prompt it computes.
         heir: who leads its group since it ended.
-        finished: its terminal event, None while it lives.
+        finished: its terminal event, None while it lives; a refusal if it was refused while it waited.
     """
 
     request: Request
     expected: list[int]
-    queue_key: tuple[tuple[float, ...], int]
     output: list[int] = field(default_factory=list)
     admissions: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -159,11 +162,13 @@ class SchedulerDriver:
     After each call it has verified that
 
     - blocks, slots and queues are consistent, and counts agree with what the events say;
-    - budget, slots, watermark, `max_preemptions` and `max_bypasses` are kept, and no sequence is twice in a batch;
-    - every decoding request gets its token in every step, and no plan is empty while there is work;
+    - budget, slots, watermark and `max_preemptions` are kept, and no sequence is twice in a batch;
+    - nobody is passed by more than `max_bypasses` that stood behind it, where the order is static;
+    - every decoding request gets its token in every step (or, where prompts go first, all of them or none), prompts
+      are whole where they should be, and no plan is empty while there is work;
     - the sequences of a group run together or not at all until they fork, and only the leader computes till then;
     - entries go on where their sequence stopped, and the step's features are those of its entries;
-    - only strictly lower priorities are displaced, and only for somebody who then runs;
+    - who is displaced is outranked by somebody who then runs (where that is static);
     - events come in a legal order, with one terminal event per request and nothing after it;
     - outputs are those of the toy model, token by token: a lost, stale or mixed-up block changes them.
 
@@ -171,13 +176,21 @@ class SchedulerDriver:
         scheduler: fresh; nobody else may call it.
         vocab_size: of the toy model.
         checks_blocks: verify the scheduler's internals after each call too; without, only what a client could see.
+        step_time: what steps are said to take, for policies that learn it; the driver's own clock ticks once per step.
     Attributes:
         requests: by id, those that ended included (until their id is used again).
         events: everything that the scheduler reported, in order.
         steps: every non-empty plan.
     """
 
-    def __init__(self, scheduler: Scheduler, *, vocab_size: int = 50, checks_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int = 50,
+        checks_blocks: bool = True,
+        step_time: StepTimeModel | None = None,
+    ) -> None:
         kv = scheduler.kv
         self.scheduler = scheduler
         self.executor = FakeExecutor(
@@ -188,7 +201,8 @@ class SchedulerDriver:
                 vocab_size=vocab_size,
                 max_num_seqs=scheduler.config.max_num_seqs,
                 num_host_blocks=kv.host.num_blocks,
-            )
+            ),
+            step_time=step_time,
         )
         self.now_s = 0.0
         self.requests: dict[str, DrivenRequest] = {}
@@ -214,8 +228,13 @@ class SchedulerDriver:
         prior: StepTimeModel | None = None,
         vocab_size: int = 50,
         checks_blocks: bool = True,
+        step_time: StepTimeModel | None = None,
     ) -> SchedulerDriver:
-        """Return a driver of a new scheduler over an empty KV cache."""
+        """Return a driver of a new scheduler over an empty KV cache.
+
+        Args:
+            ordering: a name, or an object of one's own, instead of the policy's.
+        """
         scheduler = build_scheduler(
             config=config,
             cache=CacheConfig(
@@ -229,7 +248,7 @@ class SchedulerDriver:
             ordering=None if isinstance(ordering, str) else ordering,
             prior=prior,
         )
-        return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks)
+        return cls(scheduler, vocab_size=vocab_size, checks_blocks=checks_blocks, step_time=step_time)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +310,7 @@ class SchedulerDriver:
         group = [self._queued(request) for request in requests]
         group[0].followers = group[1:]
         for follower in group[1:]:
-            follower.leader, follower.queue_key = group[0], group[0].queue_key
+            follower.leader = group[0]
         self.check()
         return True
 
@@ -299,11 +318,9 @@ class SchedulerDriver:
         name = request.request_id
         state = self.scheduler.find(name)
         _require(state is not None and state.request is request, f"{name} is queued but not to be found")
-        assert state is not None
-        urgency = self.scheduler.policy.rules.ordering.urgency(state, self.now_s) if state.leader is None else ()
         self.requests.pop(name, None)
         expected = expected_output(request, self.executor.limits.vocab_size)
-        driven = self.requests[name] = DrivenRequest(request, expected, (urgency, state.sequence))
+        driven = self.requests[name] = DrivenRequest(request, expected)
         return driven
 
     def abort(self, request_id: str) -> None:
@@ -318,12 +335,12 @@ class SchedulerDriver:
         """Plan a step and verify the plan; `finish` it before the next."""
         self.now_s += 1
         decoding = {r.request_id for r in self.live if r.is_decoding}
-        waiting = [r for r in self.live if not r.is_running]
+        order = self._order()
         plan = self.scheduler.plan(self.now_s)
         for admission in plan.admitted:
             self._by_slot[admission.slot] = self.requests[admission.state.request_id]
         self._record(plan.events)
-        self._check_events_of(plan, waiting)
+        self._check_events_of(plan, order)
         self._check_entries_of(plan, decoding)
         return plan
 
@@ -446,27 +463,45 @@ class SchedulerDriver:
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
-    def _check_events_of(self, plan: StepPlan, waiting: list[DrivenRequest]) -> None:
+    def _order(self) -> dict[str, tuple[Key, int]]:
+        """Return the keys of all who wait, if the order is one that stands still while a step is planned."""
+        ordering = self.scheduler.policy.rules.ordering
+        if not ordering.is_static or isinstance(ordering, ShortestPredicted):  # what it predicts changes meanwhile
+            return {}
+        keys: dict[str, tuple[Key, int]] = {}
+        for request in self.live:
+            state = self.scheduler.find(request.request_id)
+            if state is not None and not request.is_running and request.leader is None:
+                is_old = self.now_s - request.request.arrival_s > ordering.max_wait_s
+                own = (1.0, *ordering.urgency(state, self.now_s))
+                keys[request.request_id] = ((0.0, request.request.arrival_s) if is_old else own, state.sequence)
+        return keys
+
+    def _check_events_of(self, plan: StepPlan, order: dict[str, tuple[Key, int]]) -> None:
         config = self.scheduler.config
         admitted = [e.request_id for e in plan.events if isinstance(e, Admitted)]
         preempted = [e.request_id for e in plan.events if isinstance(e, Preempted)]
         _require([a.state.request_id for a in plan.admitted] == admitted, "admissions and their events differ")
         _require(not set(admitted) & set(preempted), "a request is preempted and admitted in one plan")
         _require(not plan.is_empty or not self.scheduler.has_work, "an empty plan, though there is work")
-        if admitted and sum(r.is_running and r.leader is None for r in self.live) > 1:
+        rules = self.scheduler.policy.rules
+        num_leaders = sum(r.is_running and r.leader is None for r in self.live)
+        if admitted and num_leaders > 1 and isinstance(rules.memory, PagedMemory):
             available = self.scheduler.kv.num_available_blocks
             _require(available >= config.watermark_blocks, f"admission left {available} blocks available")
         for event in plan.events:
-            if isinstance(event, Preempted) and event.cause is PreemptCause.PRIORITY:
-                value = self.requests[event.request_id].request.priority
+            if isinstance(event, Preempted) and event.cause is PreemptCause.PRIORITY and rules.ordering.is_static:
+                victim = self.scheduler.find(event.request_id)
+                winners = [admission.state for admission in plan.admitted]
                 _require(
-                    any(self.requests[other].request.priority < value for other in admitted),
-                    f"{event.request_id} was displaced for nobody of strictly higher priority",
+                    victim is not None and any(rules.ordering.outranks(winner, victim) for winner in winners),
+                    f"{event.request_id} was displaced for nobody who outranks it",
                 )
-        leaders = [r for name in admitted if (r := self.requests[name]).leader is None]
-        for request in waiting:
-            if not request.is_running and request.leader is None:
-                request.num_bypassed += sum(other.queue_key > request.queue_key for other in leaders)
+        leaders = [name for name in admitted if name in order]
+        for name, key in order.items():
+            request = self.requests[name]
+            if not request.is_running and request.finished is None:
+                request.num_bypassed += sum(order[other] > key for other in leaders)
                 _require(
                     request.num_bypassed <= config.max_bypasses,
                     f"{request.request_id} was bypassed {request.num_bypassed} times, limit {config.max_bypasses}",
@@ -497,7 +532,9 @@ class SchedulerDriver:
         _require(self.scheduler.num_running <= config.max_num_seqs, "more sequences run than there are slots")
         decodes = {r.request_id for r in requests[: plan.num_decodes]}
         owed = {request_id for request_id in decoding if self.requests[request_id].is_decoding}
-        _require(decodes == owed, f"{sorted(owed)} decode, but the plan gives a token to {sorted(decodes)}")
+        batching = self.scheduler.policy.batching
+        if not (isinstance(batching, PromptsFirst) and requests and not decodes):
+            _require(decodes == owed, f"{sorted(owed)} decode, but the plan gives a token to {sorted(decodes)}")
         tokens: list[int] = []
         sampled: list[int] = []
         owners: list[str] = []
@@ -519,11 +556,16 @@ class SchedulerDriver:
                 context += start + 1
             else:
                 attention += length * (start + length / 2)
+                is_whole = start + length == len(known)
+                _require(is_whole or not batching.whole_prompts, f"{request.request_id} is not computed whole")
         _require(plan.tokens.tolist() == tokens, "the plan's tokens are not those of its requests")
         _require(plan.sampled.tolist() == sampled, "the plan samples others than those that catch up")
         named = [self._by_slot[slot].request_id for slot in plan.sample_slots.tolist()]
         _require(named == owners, f"the plan samples for {named}, not for {owners}")
         features = StepFeatures(len(tokens), len(requests), plan.num_decodes, context, attention)
+        if isinstance(batching, StaticBatches):
+            _require(plan.features.num_tokens >= features.num_tokens, "padding takes tokens away")
+            return
         _require(plan.features == features, f"features are {plan.features}, the entries say {features}")
 
     # -- events -------------------------------------------------------------------------------------------------------
