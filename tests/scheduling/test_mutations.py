@@ -141,7 +141,10 @@ MUTATIONS = {
     leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used|the model says"),
     full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
     head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),
-    parked_request_that_keeps_its_blocks: ("miscounted|nothing runs", "there is work|nothing runs"),
+    parked_request_that_keeps_its_blocks: (
+        "miscounted|nothing runs",
+        "there is work|nothing runs|displaced for nobody",
+    ),
 }
 
 
