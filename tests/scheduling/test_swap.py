@@ -272,6 +272,35 @@ def test_aborting_everybody_frees_everything():
     assert kv.host.num_free == 20
 
 
+def test_who_leads_a_swapped_group_next_gets_its_copy():
+    driver = build(max_num_batched_tokens=8)
+    driver.submit("it", PROMPT, 6, priority=1, n=2)
+    driver.step()
+    driver.submit("urgent", [9] * 25, 2)
+    driver.step()
+    leader, follower = [name for name in driver.requests if name != "urgent"]
+    assert driver.scheduler.kv.host.num_held == 4
+    driver.abort(leader)
+    assert driver.scheduler.kv.host.num_held == 4
+    driver.run_to_end()
+    assert driver.requests[follower].num_restored_tokens + driver.requests[follower].admissions[-1] == 8
+    assert driver.requests[follower].output == driver.requests[follower].expected
+
+
+def test_a_fork_is_whole_before_its_blocks_leave():
+    """The step in which a sequence is swapped out is the one that copies its partial block."""
+    driver = build(max_num_batched_tokens=64, num_host_blocks=16)
+    driver.submit("it", PROMPT, 6, priority=1, n=2)
+    driver.step()
+    driver.submit("urgent", [9] * 31, 1)
+    plan = driver.plan()
+    assert plan.copies.shape[1] == 1
+    assert set(plan.copies[1].tolist()) <= set(plan.swap_out.sources.tolist())
+    driver.finish(plan)
+    driver.run_to_end()
+    assert sum(request.num_restored_tokens for request in driver.requests.values()) > 0
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +350,9 @@ def scuffle(seed, seen, *, broken_share=0.0):
     for number in range(12):
         stem = PROMPT[: rng.choice([0, 4, 4])]
         tail = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
-        driver.submit(f"r{number}", [*stem, *tail], rng.randint(3, 8), priority=rng.randint(0, 3))
+        driver.submit(
+            f"r{number}", [*stem, *tail], rng.randint(3, 8), priority=rng.randint(0, 3), n=rng.choice([1, 1, 1, 2])
+        )
         for _ in range(rng.randint(0, 6)):
             plan = driver.plan()
             if plan.is_empty:
