@@ -35,6 +35,7 @@ bench: setup  ## Benchmarks; tables on the terminal, JSON in out/
 	$(BIN)/python -m benchmarks.step --json out/step.json
 	$(BIN)/python -m benchmarks.prefix --json out/prefix.json
 	$(BIN)/python -m benchmarks.sequences --json out/sequences.json
+	$(BIN)/python -m benchmarks.fairness --json out/fairness.json
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,4 +2,4 @@
 
 from hypothesis import settings
 
-settings.register_profile("soak", max_examples=5000, deadline=None, database=None, print_blob=True)
+settings.register_profile("soak", max_examples=10_000, deadline=None, database=None, print_blob=True)

@@ -287,6 +287,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_aborts_in_flight(self, data, executes_first, num_aborts):
         driver = self.driver
         plan = driver.plan()
+        if plan.is_empty:  # who was left has been refused
+            return
         result = driver.executor.execute(plan) if executes_first else None
         for _ in range(num_aborts):
             driver.abort(self._draw_request(data))

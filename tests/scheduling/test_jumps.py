@@ -81,12 +81,12 @@ def test_only_uneventful_steps_are_repeated():
     waiting = load(64, 4, [(3, 20), (3, 20)], max_num_seqs=1)
     assert repeatable(waiting) == 19  # the queue cannot move before a slot is free
     waiting.submit("new", [1], 1)
-    assert waiting.scheduler.repeatable_steps(waiting.scheduler._in_flight) == 1
+    assert waiting.scheduler.repeatable_steps(waiting.scheduler._in_flight.plan) == 1
     blocked = load(8, 4, [(3, 20), (32, 1), (2, 2)])
     blocked.scheduler.config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_bypasses=0)
     assert repeatable(blocked) > 1  # the second does not fit, and nobody may pass it
     blocked.abort("r1")
-    assert blocked.scheduler.repeatable_steps(blocked.scheduler._in_flight) == 1
+    assert blocked.scheduler.repeatable_steps(blocked.scheduler._in_flight.plan) == 1
     aborted = load(64, 4, [(3, 20), (3, 20)])
     aborted.step()
     plan = aborted.plan()

@@ -138,7 +138,7 @@ MUTATIONS = {
         "rise along|counted|evict|freed twice|hangs",
         "freed twice|the model says|no leaf can go",
     ),
-    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used|the model says"),
+    leak_on_abort_mid_chunk: ("miscounted|lost", "there is work|still used|the model says|out of bounds"),
     full_hit_that_schedules_no_token: ("tokens cached", "tokens cached"),
     head_that_waits_for_a_watermark: ("there is work|displaced for nobody", "there is work|displaced for nobody"),
     parked_request_that_keeps_its_blocks: (
@@ -153,7 +153,8 @@ MUTATIONS = {
 def test_a_mutation_is_found(mutation, machine, monkeypatch):
     mutation(monkeypatch)
     seen, blind = MUTATIONS[mutation]
-    with pytest.raises((InvariantError, AssertionError), match=blind if machine is BlindMachine else seen):
+    # With its slot lost, a block table may overflow before anything else shows.
+    with pytest.raises((InvariantError, AssertionError, IndexError), match=blind if machine is BlindMachine else seen):
         run_state_machine_as_test(machine, settings=SETTINGS)
 
 

@@ -1,5 +1,6 @@
 """Each ordering by example, beside its neighbours, and its bound under a stream that is made to starve somebody."""
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -520,3 +521,33 @@ def test_orderings_of_one_policy_do_not_share_state():
     policy = PolicyConfig(ordering="fair_share")
     make = partial(SchedulerDriver.build, SchedulerConfig(), num_blocks=8, block_size=4, policy=policy)
     assert make().scheduler.policy.rules.ordering is not make().scheduler.policy.rules.ordering
+
+
+# -- the SLO order's bound --------------------------------------------------------------------------------------------
+
+
+def test_who_is_late_gets_its_share_of_the_starts():
+    """The bound of `slo`: after `max_late_wait_s`, one of `late_share` starts; until then, whoever can be in time."""
+    driver = SchedulerDriver.build(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
+        num_blocks=40,
+        block_size=4,
+        ordering="slo",
+        checks_blocks=False,
+    )
+    ordering = driver.scheduler.policy.rules.ordering
+    ordering._max_late_wait_s, ordering._late_share = 10.0, 5
+    driver.submit("running", [1] * 5, 2, slo=Slo(ttft_s=50.0))
+    driver.step()
+    for number in range(3):
+        driver.submit(f"late{number}", [2] * 5, 1, slo=Slo(ttft_s=0.5))
+    started = []
+    for number in range(60):
+        driver.submit(f"f{number}", [3] * 5, 1, slo=Slo(ttft_s=50.0))
+        driver.step()
+        started += driver.steps[-1].admitted
+    positions = [started.index(f"late{number}") for number in range(3)]
+    assert positions == sorted(positions)
+    assert 8 <= positions[0] <= 10 + 5
+    assert all(second - first <= 6 for first, second in itertools.pairwise(positions))
+    driver.run_to_end()

@@ -7,5 +7,5 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = (
     settings(stateful_step_count=60, suppress_health_check=list(HealthCheck))
     if settings.get_current_profile_name() == "soak"
-    else settings(max_examples=500, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+    else settings(max_examples=350, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 )

@@ -34,7 +34,7 @@ def test_targets_and_classes_are_columns_of_a_trace(tmp_path):
 def test_wrong_targets_are_named_by_line(tmp_path, wrong):
     path = write_jsonl(tmp_path / "t.jsonl", [ROW, ROW | wrong])
     with pytest.raises(ConfigurationError, match=r"t\.jsonl:2: .*" + next(iter(wrong))):
-        read_trace(path)
+        read_trace(path, strict=True)
 
 
 def test_scheduler_and_report_know_the_class():

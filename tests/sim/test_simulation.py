@@ -18,7 +18,15 @@ from expediter.control.routing import ROUTING_NAMES
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo, SloClass
-from expediter.scheduling.build import EVICTIONS, ORDERINGS, PolicyConfig
+from expediter.scheduling.build import (
+    BATCHINGS,
+    BUDGET_RULES,
+    EVICTIONS,
+    MEMORY_RULES,
+    ORDERINGS,
+    VICTIM_RULES,
+    PolicyConfig,
+)
 from expediter.scheduling.ordering.base import KeyOrdering
 
 
@@ -61,14 +69,19 @@ SLO_CLASSES = {
     st.integers(1, 3),
     st.sampled_from([6, 16, 30, 300]),
     st.sampled_from(ROUTING_NAMES),
-    st.sampled_from(sorted(ORDERINGS)),
-    st.sampled_from(sorted(EVICTIONS)),
+    st.builds(
+        PolicyConfig,
+        ordering=st.sampled_from(sorted(ORDERINGS)),
+        batching=st.sampled_from(["stall_free", *sorted(BATCHINGS)]),
+        memory=st.sampled_from(["paged", *sorted(MEMORY_RULES)]),
+        budget=st.sampled_from(sorted(BUDGET_RULES)),
+        victims=st.sampled_from(sorted(VICTIM_RULES)),
+        eviction=st.sampled_from(sorted(EVICTIONS)),
+    ),
     st.booleans(),
     st.integers(1, 5),
 )
-def test_jumps_equal_single_steps(
-    rows, step_time, replicas, num_blocks, routing, ordering, eviction, caching, max_num_seqs
-):
+def test_jumps_equal_single_steps(rows, step_time, replicas, num_blocks, routing, policy, caching, max_num_seqs):
     hints = (None, None, CacheHint(drop=True), CacheHint(pin_s=2.0))
     num_sequences = [(1, 1, 2, 3)[row[1] % 4] for row in rows]
     trace = make_trace(
@@ -84,11 +97,10 @@ def test_jumps_equal_single_steps(
         "replicas": replicas,
         "num_blocks": num_blocks,
         "routing": routing,
-        "policy": PolicyConfig(eviction=eviction),
-        "ordering": ordering,
+        "policy": policy,
         "prefix_caching": caching,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": 24,
+        "max_num_batched_tokens": None if BATCHINGS[policy.batching].whole_prompts else 24,
         "slo_classes": SLO_CLASSES,
     }
     report, log = run(trace, **config)

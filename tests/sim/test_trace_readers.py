@@ -14,7 +14,8 @@ from sim_builders import DATA, NO_DATA, write_jsonl
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import CacheHint
 from expediter.sim.trace import TraceError, trace_summary
-from expediter.sim.trace_readers import MAX_LENGTH, read_trace
+from expediter.sim.trace_readers import read_trace
+from expediter.sim.trace_rows import MAX_LENGTH
 
 OWN = {"arrival_s": 0.5, "input_tokens": 20, "output_tokens": 3}
 MOONCAKE = {"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}
@@ -101,7 +102,7 @@ def test_azure_parquet(tmp_path):
 )
 def test_malformed_parquet_rows_are_named(tmp_path, columns, row):
     with pytest.raises(TraceError, match=rf"a\.parquet: row {row}:"):
-        read_trace(write_parquet(tmp_path / "a.parquet", *columns))
+        read_trace(write_parquet(tmp_path / "a.parquet", *columns), strict=True)
 
 
 def test_parquet_without_the_columns(tmp_path):
@@ -139,7 +140,7 @@ def test_parquet_without_the_columns(tmp_path):
 def test_malformed_rows_are_named_by_line(tmp_path, bad):
     path = write_jsonl(tmp_path / "t.jsonl", [OWN, OWN, OWN | bad])
     with pytest.raises(TraceError, match=r"t\.jsonl:3: "):
-        read_trace(path)
+        read_trace(path, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_lines_that_are_no_rows(tmp_path, line):
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(OWN)}\n\n{line}\n")
     with pytest.raises(TraceError, match=r"t\.jsonl:3: "):
-        read_trace(path)
+        read_trace(path, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_lines_that_are_no_rows(tmp_path, line):
 def test_malformed_mooncake_rows(tmp_path, bad):
     path = write_jsonl(tmp_path / "m.jsonl", [MOONCAKE, MOONCAKE | bad])
     with pytest.raises(TraceError, match=r"m\.jsonl:2: "):
-        read_trace(path)
+        read_trace(path, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +169,13 @@ def test_malformed_csv_rows(tmp_path, row):
     path = tmp_path / "t.csv"
     path.write_text(f"{CSV_HEAD}\n2023-11-16,1,1\n{row}\n")
     with pytest.raises(TraceError, match=r"t\.csv:3: "):
-        read_trace(path)
+        read_trace(path, strict=True)
 
 
 def test_one_block_size_per_file(tmp_path):
     rows = [OWN | {"prefix_ids": [1], "prefix_block_tokens": n} for n in (16, 16, 8)]
     with pytest.raises(TraceError, match=r"t\.jsonl:3: prefix_block_tokens is 8, but 16 before"):
-        read_trace(write_jsonl(tmp_path / "t.jsonl", rows))
+        read_trace(write_jsonl(tmp_path / "t.jsonl", rows), strict=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
@@ -229,7 +230,7 @@ def test_requests_with_several_sequences(tmp_path):
     assert group[0].prompt is group[2].prompt
     assert len(list(trace.take(1).requests())) == 1
     with pytest.raises(TraceError, match="n"):
-        read_trace(write_jsonl(tmp_path / "none.jsonl", [OWN | {"n": 0}]))
+        read_trace(write_jsonl(tmp_path / "none.jsonl", [OWN | {"n": 0}]), strict=True)
 
 
 def test_ids_that_are_hashes_are_renumbered(tmp_path):

@@ -341,7 +341,13 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
 
 
 def prepare_trace(
-    name: str | Path, *, rate_scale: float = 1.0, limit: int | None = None, seed: int = 0, spread_ticks: bool = True
+    name: str | Path,
+    *,
+    rate_scale: float = 1.0,
+    limit: int | None = None,
+    seed: int = 0,
+    spread_ticks: bool = True,
+    strict: bool = False,
 ) -> Trace:
     """Return a trace by name or from a file, cut and sped up.
 
@@ -349,13 +355,13 @@ def prepare_trace(
         name: one of `TRACE_NAMES`, or a file in a known format (see `sim.trace_readers`).
         rate_scale: arrival rate as a multiple of the trace's.
         limit: most requests.
-        seed, spread_ticks: as in `read_trace`.
+        seed, spread_ticks, strict: as in `read_trace`.
     Raises:
         TraceError: there is no such trace (the message lists names and formats), or it is malformed.
         ConfigurationError: `rate_scale` or `limit` is out of range.
     """
     try:
-        trace = load_trace(name, seed=seed, spread_ticks=spread_ticks)
+        trace = load_trace(name, seed=seed, spread_ticks=spread_ticks, strict=strict)
     except TraceError as error:
         if Path(name).is_file():
             raise

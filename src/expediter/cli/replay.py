@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"targets, sent along and judged by; several times: for requests in turn; default {_DEFAULT_SLO}",
     )
     parser.add_argument("--seed", type=int, default=0, help="spread of arrivals in coarse ticks; default %(default)s")
+    parser.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
     parser.add_argument("--ask", metavar="QUESTION", help="ask the model this afterwards and print its answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write both reports there")
     parser.set_defaults(run=run)
@@ -68,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     from expediter.core.slo import parse_slo
     from expediter.runtime.load_client import LoadClient
 
-    trace = load_trace(args.trace, seed=args.seed)
+    trace = load_trace(args.trace, seed=args.seed, strict=args.strict)
+    for line in trace.defects:
+        print(f"expediter: {line}", file=sys.stderr)
     is_demo = args.trace == "demo"
     config = ReplayConfig(
         trace=trace if args.limit is None else trace.take(args.limit),

@@ -47,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--config", metavar="FILE", help="TOML file with the SLO classes that the trace names")
     what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
     what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
+    what.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
     _add_cluster_flags(parser.add_argument_group("what serves it"))
     _add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
     _add_policy_flags(parser.add_argument_group("parts of the policy (default: the preset's; a wrong name lists them)"))
@@ -156,7 +157,10 @@ def run(args: argparse.Namespace) -> int:
         limit=args.limit,
         seed=args.seed,
         spread_ticks=not args.no_spread_ticks,
+        strict=args.strict,
     )
+    for line in trace.defects:
+        print(f"expediter: {line}", file=sys.stderr)
     simulation = build_simulation(config)
     with _output(args.events) as events, _output(None if args.json == "-" else args.json) as json_file:
         with _progress(len(trace)) as progress:

@@ -240,6 +240,12 @@ class RequestState:
             follower.leader = None
         return followers
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether its last output token is one that ends it; exact only while the request is not running."""
+        request = self.request
+        return self.output[-1] in request.stop_token_ids and len(self.output) >= request.min_tokens
+
     def append(self, token: int) -> None:
         """Append an output token."""
         self.output.append(token)

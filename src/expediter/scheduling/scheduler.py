@@ -10,41 +10,24 @@ Blocks for all known tokens of a request are taken when it starts, so only decod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError, InvariantError
-from expediter.core.events import (
-    Event,
-    Finished,
-    FirstToken,
-    PreemptCause,
-    Preempted,
-    Queued,
-    Rejected,
-    RejectReason,
-    Tokens,
-)
+from expediter.core.events import Event, Finished, PreemptCause, Preempted, Queued, Rejected, RejectReason
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.draft import Chunks, Draft, Rules
+from expediter.scheduling.draft import Draft, Rules
+from expediter.scheduling.entry import check_group, refusal_of
 from expediter.scheduling.explanations import Explanations
+from expediter.scheduling.in_flight import InFlight
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.ordering.queue import WaitingQueue
 from expediter.scheduling.running import RunningSet
-
-_EQUAL_IN_A_GROUP: Final = (
-    *("max_tokens", "cache_salt", "priority", "tenant", "slo", "slo_class", "value", "refuse_late", "arrival_s"),
-    "cache_hint",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +66,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(policy.rules.ordering)
         self._running = RunningSet(kv, config.max_num_seqs, policy.rules.ordering)
-        self._in_flight: StepPlan | None = None
-        self._in_flight_chunks = Chunks([], [])
-        self._in_flight_is_full = False
-        self._dropped: set[int] = set()  # slots of the plan in flight whose requests have been aborted
+        self._in_flight: InFlight | None = None
         self._next_step = 0
         self._next_sequence = 0
         self._queue_is_stuck = False
@@ -173,7 +153,7 @@ class Scheduler:
         Raises:
             InvariantError: a live request has the same id, or they differ in more than they may.
         """
-        _check_group(requests, self._requests)
+        check_group(requests, self._requests)
         known = requests[0].prompt.tobytes()
         leader, *followers = (
             RequestState(request, self._next_sequence + number, known) for number, request in enumerate(requests)
@@ -181,7 +161,10 @@ class Scheduler:
         leader.followers = followers
         for follower in followers:
             follower.leader = leader
-        refusal = self._refusal(leader)
+        if self._draining:
+            refusal: tuple[RejectReason, str] | None = RejectReason.SHUTDOWN, "the replica is shutting down"
+        else:
+            refusal = refusal_of(leader, self.config, self.policy.rules.memory, self._running)
         if refusal is not None:
             for request in requests:
                 self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
@@ -206,12 +189,10 @@ class Scheduler:
         if state is None:
             return []
         if state.status is Status.RUNNING:
-            if self._in_flight is not None:
-                self._dropped.add(state.slot)
+            slot = state.slot
             successor = self._running.leave(state, now_s)
-            if successor is not None:
-                under_way = self._in_flight_chunks.states
-                under_way[:] = [successor if other is state else other for other in under_way]
+            if self._in_flight is not None:
+                self._in_flight.drop(state, slot, successor)
         elif state.leader is not None:
             state.fall_out()
         else:
@@ -227,32 +208,6 @@ class Scheduler:
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here run to their end."""
         self._draining = True
-
-    def _refusal(self, leader: RequestState) -> tuple[RejectReason, str] | None:
-        total, limit = leader.request.max_total_tokens, self.config.max_model_len
-        num_seqs = len(leader.members)
-        if self._draining:
-            return RejectReason.SHUTDOWN, "the replica is shutting down"
-        if total > limit:
-            return RejectReason.TOO_LONG, f"prompt and max_tokens are {total} tokens, max_model_len is {limit}"
-        # The last output token is never fed back, so its KV is never stored.
-        if self.kv.blocks_for(total - 1) > self.kv.num_blocks:
-            capacity = self.kv.num_blocks * self.kv.block_size
-            return RejectReason.UNSERVABLE, f"{total - 1} tokens of KV exceed the cache's {capacity}"
-        if num_seqs > self.config.max_num_seqs:
-            return (
-                RejectReason.TOO_MANY_SEQUENCES,
-                f"{num_seqs} sequences of one request exceed max_num_seqs ({self.config.max_num_seqs})",
-            )
-        num_tokens = self.policy.rules.memory.reserve_tokens(leader)
-        needed = self.kv.blocks_for(num_tokens) + self._running.blocks_beside(leader, num_tokens)
-        if needed > self.kv.num_blocks:
-            return (
-                RejectReason.UNSERVABLE,
-                f"{num_seqs} sequences of one request need {needed} blocks to start, the cache has "
-                f"{self.kv.num_blocks}",
-            )
-        return None
 
     def _finish(self, state: RequestState, now_s: float, reason: FinishReason) -> Finished:
         state.move(Status.FINISHED)
@@ -284,7 +239,7 @@ class Scheduler:
             InvariantError: a plan is in flight already.
         """
         if self._in_flight is not None:
-            raise InvariantError(f"step {self._in_flight.step_id} has not been applied")
+            raise InvariantError(f"step {self._in_flight.plan.step_id} has not been applied")
         draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
         draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
         draft.events += self._judge_late(now_s)
@@ -298,9 +253,8 @@ class Scheduler:
             self._stuck_until_s = self.queue_changes_s(now_s)
             self._explanations.turn(draft.held_by if len(self._waiting) else None, now_s)
             self._refused = draft.refused
-        self._in_flight_is_full = draft.is_full
         if not plan.is_empty:
-            self._in_flight, self._in_flight_chunks = plan, chunked
+            self._in_flight = InFlight(plan, chunked, is_full=draft.is_full)
             self._next_step += 1
         return plan
 
@@ -336,32 +290,20 @@ class Scheduler:
         Raises:
             InvariantError: the result is of a step that was never planned, or not of the plan's shape.
         """
-        plan = self._in_flight
         if result.step_id >= self._next_step:
             raise InvariantError(f"step {result.step_id} was never planned")
-        if plan is None or result.step_id != plan.step_id:
+        step = self._in_flight
+        if step is None or result.step_id != step.plan.step_id:
             return []
-        if result.tokens.shape != (plan.num_steps, len(plan.sampled)):
-            raise InvariantError(
-                f"step {plan.step_id}: tokens of shape {result.tokens.shape} for {plan.num_steps} steps of "
-                f"{len(plan.sampled)} sampled sequences"
-            )
-        chunked, dropped = self._in_flight_chunks, self._dropped
-        self._in_flight, self._in_flight_chunks, self._dropped = None, Chunks([], []), set()
-        self._next_step += plan.num_steps - 1
-        self.knowledge.observe(plan, result, is_full=self._in_flight_is_full)
+        step.check(result)
+        self._in_flight = None
+        self._next_step += step.plan.num_steps - 1
+        self.knowledge.observe(step.plan, result, is_full=step.is_full)
         events: list[Event] = []
-        ended: list[RequestState] = []
-        if plan.num_swapped_blocks:
-            self._settle_swaps(result, chunked.states, now_s, events)
-        if plan.num_decodes:
-            columns = np.arange(plan.num_decodes)
-            if dropped:
-                columns = columns[~np.isin(plan.slots[: plan.num_decodes], list(dropped))]
-            if len(columns):
-                ended += self._apply_decodes(result, columns, now_s, events)
-        if chunked.states:
-            ended += self._apply_chunks(plan, result, chunked, now_s, events)
+        if step.plan.num_swapped_blocks:
+            self._settle_swaps(result, step.chunks.states, now_s, events)
+        ended = step.apply_decodes(result, self._running, now_s, events)
+        ended += step.apply_chunks(result, self._running, self.knowledge, self._explanations, now_s, events)
         events += [self._finish(state, now_s, _finish_reason(state)) for state in ended]
         return events
 
@@ -381,42 +323,6 @@ class Scheduler:
                 self._explanations.preempted(member.request_id, now_s, details)
             self._waiting.push(state, now_s)
         self._queue_is_stuck = False
-
-    def _apply_decodes(
-        self, result: StepResult, columns: npt.NDArray[np.intp], now_s: float, events: list[Event]
-    ) -> list[RequestState]:
-        tokens = result.tokens[:, columns]
-        decoding = self._running.decoding
-        events.append(Tokens(now_s, decoding.states[: decoding.size].copy(), tokens, columns))
-        return self._running.advance(tokens, now_s)
-
-    def _apply_chunks(
-        self, plan: StepPlan, result: StepResult, chunked: Chunks, now_s: float, events: list[Event]
-    ) -> list[RequestState]:
-        for index, state in enumerate(chunked.states, start=plan.num_decodes):
-            if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
-                self._running.compute(state, int(plan.lengths[index]))
-        sampled = enumerate(chunked.sampled, start=plan.num_decodes)
-        columns = [column for column, state in sampled if state.status is Status.RUNNING]
-        if not columns:
-            return []
-        caught_up = [chunked.sampled[column - plan.num_decodes] for column in columns]
-        tokens = result.tokens[:, columns]
-        for state, token in zip(caught_up, tokens[0].tolist(), strict=True):
-            state.append(token)
-            self._explanations.decoding(state.request_id, now_s)
-            if state.first_token_s is None:
-                state.first_token_s = now_s
-                state.pace_s = self.knowledge.pace_s(state, now_s)
-                events.append(FirstToken(state.request_id, now_s))
-        owners = np.empty(len(caught_up), np.object_)
-        owners[:] = caught_up
-        events.append(Tokens(now_s, owners, tokens, np.array(columns)))
-        ended = [s for s in caught_up if len(s.output) == s.request.max_tokens or _stops(s)]
-        for state in ended:
-            self._running.leave(state, now_s)
-        self._running.catch_up([state for state in caught_up if state.status is Status.RUNNING and state.slot >= 0])
-        return ended
 
     # -- runs of equal steps (simulation) -----------------------------------------------------------------------------
 
@@ -451,7 +357,7 @@ class Scheduler:
         """
         if num_steps == 1:
             return
-        if plan is not self._in_flight or num_steps > self.repeatable_steps(plan):
+        if self._in_flight is None or plan is not self._in_flight.plan or num_steps > self.repeatable_steps(plan):
             raise InvariantError(f"step {plan.step_id} cannot be repeated {num_steps} times")
         self._running.grow_for_run(num_steps)
         plan.num_steps = num_steps
@@ -478,22 +384,5 @@ class Scheduler:
                 raise InvariantError(f"{state.request_id} is {state.status.value} apart from its leader")
 
 
-def _check_group(requests: Sequence[Request], live: Mapping[str, RequestState]) -> None:
-    first = requests[0]
-    for request in requests:
-        if request.request_id in live:
-            raise InvariantError(f"request id {request.request_id!r} is in use")
-        is_like_it = all(getattr(request, name) == getattr(first, name) for name in _EQUAL_IN_A_GROUP)
-        same_prompt = request.prompt is first.prompt or np.array_equal(request.prompt, first.prompt)
-        if not (is_like_it and same_prompt):
-            raise InvariantError(f"requests {first.request_id} and {request.request_id} cannot be one group")
-    if len({request.request_id for request in requests}) < len(requests):
-        raise InvariantError("two requests of a group have one id")
-
-
-def _stops(state: RequestState) -> bool:
-    return state.output[-1] in state.request.stop_token_ids and len(state.output) >= state.request.min_tokens
-
-
 def _finish_reason(state: RequestState) -> FinishReason:
-    return FinishReason.STOP if _stops(state) else FinishReason.LENGTH
+    return FinishReason.STOP if state.has_stopped else FinishReason.LENGTH

@@ -43,6 +43,7 @@ class Trace:
         slos: the requests' own targets, or None if no request has any.
         seed, rate_scale, limit: how it came from what was recorded: the seed that spread its arrivals, the rate as a
             multiple of the recorded one, and the number of requests that it was cut to.
+        num_defects, defects: rows of the file that were left out, and lines for a reader about them.
     Raises:
         TraceError: there is no request, or there are more ids or requests than can be told apart.
     """
@@ -63,6 +64,8 @@ class Trace:
     seed: int = 0
     rate_scale: float = 1.0
     limit: int | None = None
+    num_defects: int = 0
+    defects: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -155,7 +158,7 @@ class TraceSummary:
         mean_rate_rps: arrivals per second of the span; None if all arrive at once.
         input_tokens_mean, input_tokens_p50, input_tokens_p99, input_tokens_max: prompt lengths.
         output_tokens_mean, output_tokens_p50, output_tokens_p99, output_tokens_max: output lengths.
-        seed, rate_scale, limit: as in `Trace`.
+        seed, rate_scale, limit, num_defects: as in `Trace`.
         prefix_reuse: share of the prompt tokens that an unlimited cache, fed in order of arrival, has already; outputs
             are not counted as cached. None if the trace has no prefix ids.
     """
@@ -176,6 +179,7 @@ class TraceSummary:
     seed: int
     rate_scale: float
     limit: int | None
+    num_defects: int
 
 
 def trace_summary(trace: Trace) -> TraceSummary:
@@ -199,17 +203,30 @@ def trace_summary(trace: Trace) -> TraceSummary:
         seed=trace.seed,
         rate_scale=trace.rate_scale,
         limit=trace.limit,
+        num_defects=trace.num_defects,
     )
 
 
 def _prefix_reuse(trace: Trace) -> float:
-    seen: set[int] = set()
-    num_reused = 0
+    seen = SeenPrefixes()
     ids = trace.prefix_ids.tolist()
     offsets = trace.prefix_offsets.tolist()
-    for row, num_input in enumerate(trace.input_tokens.tolist()):
-        own = ids[offsets[row] : offsets[row + 1]]
-        num_seen = next((i for i, prefix_id in enumerate(own) if prefix_id not in seen), len(own))
-        num_reused += min(num_seen * trace.prefix_block_tokens, num_input)
-        seen.update(own)
+    num_reused = sum(
+        seen.reused_tokens(ids[offsets[row] : offsets[row + 1]], trace.prefix_block_tokens, num_input)
+        for row, num_input in enumerate(trace.input_tokens.tolist())
+    )
     return num_reused / int(trace.input_tokens.sum(dtype=np.int64))
+
+
+class SeenPrefixes:
+    """What an unlimited cache holds of the prompts that it was shown; one number per distinct prefix id."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def reused_tokens(self, prefix_ids: list[int], block_tokens: int, num_input: int) -> int:
+        """Return how many of the prompt's first tokens are held already, and hold the whole prompt from now on."""
+        seen = self._seen
+        num_seen = next((i for i, prefix_id in enumerate(prefix_ids) if prefix_id not in seen), len(prefix_ids))
+        seen.update(prefix_ids)
+        return min(num_seen * block_tokens, num_input)
