@@ -330,6 +330,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "routing": setup.routing,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
+        "engine": config.engine if config.step_time is None else None,
         "prefix_caching": setup.prefix_caching,
         "block_size": setup.block_size,
         "num_blocks": setup.num_blocks,
