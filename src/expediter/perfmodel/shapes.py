@@ -214,6 +214,18 @@ _SHAPES: Final = {
             tied=True,
         ),
         ModelShape(
+            name="bloom-176b",
+            num_layers=70,
+            hidden_size=14336,
+            num_heads=112,
+            num_kv_heads=112,
+            head_dim=128,
+            intermediate_size=57344,
+            vocab_size=250880,
+            gated=False,
+            tied=True,
+        ),
+        ModelShape(
             name="smollm2-135m",
             num_layers=30,
             hidden_size=576,
