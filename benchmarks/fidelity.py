@@ -67,7 +67,11 @@ def measure(name: str) -> list[Row]:
     """Return a row per split and kind of step of one engine's measurements."""
     dataset = DATASETS[name]
     everything, table = dataset.rows(), []
-    for split, folds in _splits(name).items():
+    splits = _splits(name)
+    if dataset.other is not None:
+        split, others = dataset.other
+        splits[split] = lambda rows: iter([(list(rows), others())])
+    for split, folds in splits.items():
         tested: list[Labelled] = []
         errors: list[Vector] = []
         for train, test in folds(everything):

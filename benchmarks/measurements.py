@@ -116,25 +116,36 @@ _INTERFERENCE: Final = {"vllm": 1.0, "trtllm": 1.0, "sglang": 0.6}
 SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the prefills held them;
 the figure is fitted, and the load generator's order of arrival, which would tell, is not published.
 """
+_SERVED_IN_FP8: Final = {
+    "vllm": {"meta-llama/Llama-3.1-70B": "llama-3.1-70b-fp8"},
+    "trtllm": {"Qwen/Qwen3-32B": "qwen3-32b-fp8"},
+}
+"""Another model than that of `_SERVED`, by engine.
+
+vLLM's three rows of Qwen3-32B are left out: their tokens come faster than weights and bfloat16 KV of that load can be
+read at peak bandwidth.
+"""
 _BUDGET: Final = 8192
 """Tokens of a step that the engines' defaults allow on H100; longer prompts come in chunks."""
 _QUEUED: Final = 2.0
 """Requests wait for memory, not for steps, where the first token takes more than this many seconds."""
 
 
-def served(backend: str) -> list[Labelled]:
+def served(backend: str, *, in_fp8: bool = False) -> list[Labelled]:
     """Return time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
 
-    Kept: one engine for prefill and decode, no data-parallel attention, no quantization (no `gemm_quant_mode`).
+    Kept: one engine for prefill and decode, no data-parallel attention; no quantization (no `gemm_quant_mode`), or with
+    `in_fp8` only fp8, of another model.
     Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says).
 
     While a request's `osl` tokens come, each of the other requests is prefilled once, so that
     osl * TPOT = osl * decode + (concurrency - 1) * (mixed step - decode).
     """
     labelled = []
+    shapes, mode = (_SERVED_IN_FP8[backend], "fp8") if in_fp8 else (_SERVED, "")
     with gzip.open(DATA / "silicon_h100.csv.gz", "rt", newline="") as file:
         for row in csv.DictReader(file):
-            if row["backend"] != backend or row["model_path"] not in _SERVED or row["gemm_quant_mode"]:
+            if row["backend"] != backend or row["model_path"] not in shapes or row["gemm_quant_mode"] != mode:
                 continue
             if row["mode"] != "agg" or not {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
                 continue
@@ -142,7 +153,7 @@ def served(backend: str) -> list[Labelled]:
                 continue
             prompt, output, batch, n = (int(float(row[name])) for name in ("isl", "osl", "batch_size", "tp_size"))
             measurement = Measurement(
-                shape=shape_named(_SERVED[row["model_path"]]),
+                shape=shape_named(shapes[row["model_path"]]),
                 gpu=gpu_named("h100"),
                 tensor_parallel=n,
                 parts=_served_steps(prompt, output, batch, _INTERFERENCE[backend]),
@@ -186,10 +197,12 @@ class Dataset:
 
     Args:
         free: constants of the engine that they determine.
+        other: measurements of the same engine that its constants are not fitted to, and what they are of.
     """
 
     rows: Callable[[], list[Labelled]]
     free: tuple[str, ...]
+    other: tuple[str, Callable[[], list[Labelled]]] | None = None
 
 
 _EAGER: Final = (
@@ -206,8 +219,16 @@ _GRAPH: Final = ("step_s", "prefill_step_s", "seq_s", "compute_factor", "all_red
 DATASETS: Final = {
     "eager-a100": Dataset(rows=partial(splitwise, "a100-80g"), free=_EAGER),
     "eager-h100": Dataset(rows=partial(splitwise, "h100"), free=_EAGER),
-    "vllm": Dataset(rows=partial(served, "vllm"), free=_GRAPH),
-    "trtllm": Dataset(rows=partial(served, "trtllm"), free=_GRAPH),
+    "vllm": Dataset(
+        rows=partial(served, "vllm"),
+        free=_GRAPH,
+        other=("qwen3-32b -> llama-3.1-70b in fp8", partial(served, "vllm", in_fp8=True)),
+    ),
+    "trtllm": Dataset(
+        rows=partial(served, "trtllm"),
+        free=_GRAPH,
+        other=("llama-3.1-8b -> qwen3-32b in fp8", partial(served, "trtllm", in_fp8=True)),
+    ),
     "sglang": Dataset(rows=partial(served, "sglang"), free=_GRAPH),
 }
 """By engine of `constants.json`."""

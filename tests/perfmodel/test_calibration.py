@@ -145,3 +145,11 @@ def test_two_and_eight_gpus_predict_four():
     found = fit_engine([row.measurement for row in rows if row.tensor_parallel != 4], dataset.free)
     held = [row.measurement for row in rows if row.tensor_parallel == 4]
     assert np.abs(predicted_s(held, found) / np.array([row.time_s for row in held]) - 1).mean() < 0.05
+
+
+@needs_data
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_an_engine_fitted_to_one_model_predicts_another_in_fp8(engine):
+    assert DATASETS[engine].other is not None
+    rows = [row.measurement for row in DATASETS[engine].other[1]()]
+    assert np.abs(predicted_s(rows, engine_named(engine)) / np.array([row.time_s for row in rows]) - 1).mean() < 0.12
