@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, write_jsonl
 
-from expediter.sim.trace import TraceError, trace_summary
+from expediter.sim.trace import SeenPrefixes, TraceError, trace_summary
 from expediter.sim.trace_description import describe
 from expediter.sim.trace_readers import read_trace, stream_trace
 from expediter.sim.trace_rows import Defects, TraceRow, in_order
@@ -106,7 +106,7 @@ def test_a_file_without_a_usable_row_is_an_error_that_says_why(tmp_path):
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
     peaks = []
-    for num_rows in (70_000, 210_000):  # both more than the window
+    for num_rows in (68_000, 110_000):  # both more than the window
         path = tmp_path / f"{num_rows}.jsonl"
         with path.open("w") as file:
             file.writelines(
@@ -255,3 +255,12 @@ def test_block_size_is_known_before_a_row_is_handed_on(tmp_path):
     path = write_jsonl(tmp_path / "m.jsonl", rows)
     assert [row.prefix_block_tokens for row in stream(path)] == [16, 16]
     assert json.loads(path.read_text().splitlines()[0])["hash_ids"] == [1]
+
+
+@given(st.lists(st.lists(st.integers(0, 20) | st.integers(2**29, 2**29 + 4), max_size=5), max_size=30))
+def test_what_an_unlimited_cache_holds(prompts):
+    cache, seen = SeenPrefixes(), set()
+    for ids in prompts:
+        leading = next((place for place, number in enumerate(ids) if number not in seen), len(ids))
+        assert cache.reused_tokens(ids, 16, 70) == min(16 * leading, 70)
+        seen.update(ids)

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
-from expediter.assembly.traces import TRACE_NAMES, load_trace
+from expediter.assembly.traces import load_trace
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
+from expediter.perfmodel.calibration import calibrated_engine
+from expediter.perfmodel.constants import engine_named
 from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import RooflineModel, host_tier_size, kv_capacity
+from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel, host_tier_size, kv_capacity
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
@@ -34,7 +36,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, Report, build_report
-from expediter.sim.trace import Trace, TraceError, trace_summary
+from expediter.sim.trace import Trace, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
@@ -64,6 +66,8 @@ class SimulationConfig:
         num_host_blocks: blocks of each replica's host tier; None for what `swap_space_bytes` holds.
         block_swap_s: time to move one block there or back; None for what the GPU's link takes.
         prefix_caching: whether ended requests leave their KV for reuse.
+        engine: whose overhead the modelled GPUs carry, by name.
+        calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
         jumps: advance runs of equal steps at once; False gives the same results, slower.
@@ -96,6 +100,8 @@ class SimulationConfig:
     num_host_blocks: int | None = None
     block_swap_s: float | None = None
     prefix_caching: bool | None = None
+    engine: str = DEFAULT_ENGINE
+    calibration: Path | None = None
     step_time: StepTimeModel | None = None
     jumps: bool = True
 
@@ -283,7 +289,11 @@ def _resolve(config: SimulationConfig) -> _Setup:
     step_time, num_blocks = config.step_time, config.num_blocks
     block_size = preset.block_size if config.block_size is None else config.block_size
     if step_time is None:
-        step_time = RooflineModel(shape_named(config.model), gpu_named(config.gpu), config.tensor_parallel)
+        engine = engine_named(config.engine)
+        if config.calibration is not None:
+            engine = calibrated_engine(config.calibration, engine)
+        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
+        step_time = RooflineModel(shape, gpu, config.tensor_parallel, engine=engine)
     if num_blocks is None:
         shape, gpu = shape_named(config.model), gpu_named(config.gpu)
         num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
@@ -320,6 +330,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "routing": setup.routing,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
+        "engine": config.engine if config.step_time is None else None,
         "prefix_caching": setup.prefix_caching,
         "block_size": setup.block_size,
         "num_blocks": setup.num_blocks,
@@ -350,12 +361,7 @@ def prepare_trace(
         TraceError: there is no such trace (the message lists names and formats), or it is malformed.
         ConfigurationError: `rate_scale` or `limit` is out of range.
     """
-    try:
-        trace = load_trace(name, seed=seed, spread_ticks=spread_ticks, strict=strict)
-    except TraceError as error:
-        if Path(name).is_file():
-            raise
-        raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    trace = load_trace(name, seed=seed, spread_ticks=spread_ticks, strict=strict)
     trace = replace(trace, seed=seed)
     return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 

@@ -73,6 +73,15 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--gpu", default="a100-80g", metavar="KIND", help="GPU of every replica (default: %(default)s)")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
+    group.add_argument(
+        "--engine", default="vllm", metavar="NAME", help="whose overhead the GPUs carry (default: %(default)s)"
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="CSV of measured steps to fit the engine to (docs/perfmodel.md)",
+    )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     group.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")
 
@@ -123,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         gpu=args.gpu,
         tensor_parallel=args.tp,
+        engine=args.engine,
+        calibration=args.calibration,
         replicas=args.replicas,
         slo=parse_slo(args.slo),
         slo_classes=load_file_config(args.config).slo_classes,

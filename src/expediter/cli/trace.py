@@ -1,4 +1,4 @@
-"""`expediter trace`: describe, convert and cut request traces."""
+"""`expediter trace`: describe, convert, cut and make request traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expediter.cli import trace_generate
+
 if TYPE_CHECKING:
     from expediter.sim.trace_description import Lengths, TraceDescription
     from expediter.sim.trace_rows import TraceRow
@@ -18,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command; imports nothing heavy."""
     parser = subparsers.add_parser(
         "trace",
-        help="describe, convert and cut request traces",
+        help="describe, convert, cut and make request traces",
         description="Work on request traces of any size, row by row. Any known format is read: Mooncake jsonl, Azure "
         "csv or parquet, vLLM's and SGLang's request logs as csv, Expediter's jsonl; demo is a trace that comes along.",
     )
@@ -49,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cut.add_argument("--every", type=int, default=1, metavar="K", help="each K-th request")
     cut.add_argument("--first", type=int, metavar="N", help="at most N requests")
     cut.set_defaults(run=run_slice)
+    trace_generate.add_parser(actions)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +71,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _rows(args: argparse.Namespace) -> Iterator[Iterator[TraceRow]]:
-    """Give the rows of the trace that was named; say afterwards what was left out."""
+    """Give the rows of the trace that was named; say afterwards, on standard error, what was left out."""
     from expediter.assembly.traces import open_trace
 
     rows, defects = open_trace(args.trace, seed=args.seed, spread_ticks=not args.no_spread_ticks, strict=args.strict)

@@ -2,18 +2,14 @@
 
 Sources:
     [AIC] the hardware files a100_sxm.yaml, h100_sxm.yaml and h200_sxm.yaml of AIConfigurator (NVIDIA, Apache-2.0,
-        Copyright 2025-2026 NVIDIA CORPORATION & AFFILIATES): bandwidths, capacities, dense FLOP/s, the 3 us floor of a
-        memory-bound kernel, the 10 us peer-to-peer latency, and the 3.5 GiB that a deployment keeps beside weights and
-        KV. Figures were copied as facts, no code.
-    [AIC-K] medians over the kernel tables published in the same repository (A100: vLLM 0.14.0, H100: vLLM 0.24.0;
-        bfloat16). GEMM: n and k from 2,048 to 32,768; at least 2,048 tokens for the share of peak FLOP/s, one token for
-        the share of peak bandwidth. Attention: 8 query heads and 1 KV head of 128 per GPU (70B on 8 GPUs); prompts of
-        4,096-10,240 tokens for prefill, 64 sequences of 2,048-4,096 for decode. All-reduce: 8 GPUs, CUDA graph, up to
-        1 KiB for the latency, 64 MiB for the share of link bandwidth.
+        Copyright 2025-2026 NVIDIA CORPORATION & AFFILIATES): bandwidths, capacities, dense FLOP/s, the 10 us
+        peer-to-peer latency, and the 3.5 GiB that a deployment keeps beside weights and KV. Figures were copied as
+        facts, no code.
     [DS] NVIDIA data sheets: A10 (2021), L40S (2023), HGX B200 (2024), dense figures without sparsity.
     Links to the host: PCIe 4.0 x16 on A100, A10 and L40S, 5.0 x16 on H100, H200 and B200 [DS].
-    Where there is no kernel table, the factors are those of the nearest architecture that has one: A100's for A10 and
-    L40S, H100's for H200 and B200.
+    What kernels reach (`constants.Kernels`) is fitted on tables of A100 and H100. Elsewhere it is that of the nearest
+    architecture that has one: A100's for A10 and L40S, H100's for H200 and B200. L40S computes in fp8, but is not
+    modelled so: there is no table of its generation.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from expediter.core.errors import ConfigurationError
+from expediter.perfmodel.constants import Kernels, constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +29,13 @@ class Gpu:
         memory_bytes: capacity.
         memory_bandwidth: peak, byte/s.
         flops: dense bfloat16 peak, FLOP/s.
+        fp8_flops: dense fp8 peak, FLOP/s; 0 where there is none.
         link_bandwidth: to the other GPUs of the node, byte/s in one direction.
         host_bandwidth: to the host's memory, byte/s in one direction.
         max_tensor_parallel: GPUs in a node.
-        gemm_efficiency: share of `flops` that large matrix products reach.
-        weight_read_efficiency: share of `memory_bandwidth` that small matrix products reach.
-        prefill_attention_efficiency: share of `flops` in prefill attention.
-        kv_read_efficiency: share of `memory_bandwidth` in decode attention.
-        link_efficiency: share of `link_bandwidth` in large all-reduces.
+        kernels: what single kernels reach on GPUs of its generation.
         host_efficiency: share of `host_bandwidth` in large copies from and to pinned memory; assumed, not measured.
         all_reduce_latency_s: of the smallest all-reduce.
-        kernel_latency_s: shortest time of any kernel, launched from a CUDA graph.
         reserved_bytes: memory that neither weights nor KV may take (runtime, activations, communication buffers).
     """
 
@@ -53,20 +46,19 @@ class Gpu:
     link_bandwidth: float
     host_bandwidth: float
     max_tensor_parallel: int = 8
-    gemm_efficiency: float
-    weight_read_efficiency: float
-    prefill_attention_efficiency: float
-    kv_read_efficiency: float
-    link_efficiency: float
+    kernels: Kernels
     host_efficiency: float = 0.8
     all_reduce_latency_s: float
-    kernel_latency_s: float = 3e-6  # [AIC]
+    fp8_flops: float = 0.0
     reserved_bytes: int = 3_758_096_384  # [AIC]
 
 
 _GIB: Final = 1 << 30
 _PCIE_4: Final = 32e9
 _PCIE_5: Final = 64e9
+
+_AMPERE: Final = constants().kernels["ampere"]
+_HOPPER: Final = constants().kernels["hopper"]
 
 _A100: Final = Gpu(
     name="a100-80g",
@@ -75,26 +67,19 @@ _A100: Final = Gpu(
     flops=312e12,
     link_bandwidth=300e9,
     host_bandwidth=_PCIE_4,
-    gemm_efficiency=0.83,  # [AIC-K], as are the rest
-    weight_read_efficiency=0.66,
-    prefill_attention_efficiency=0.46,
-    kv_read_efficiency=0.56,
-    link_efficiency=0.66,
-    all_reduce_latency_s=5.7e-6,
+    kernels=_AMPERE,
+    all_reduce_latency_s=_AMPERE.all_reduce_latency_s,
 )
 _H100: Final = Gpu(
     name="h100",
-    memory_bytes=80 * _GIB,  # [AIC], as are the next three
+    memory_bytes=80 * _GIB,  # [AIC], as are the next four
     memory_bandwidth=3.35e12,
     flops=989e12,
+    fp8_flops=1978e12,
     link_bandwidth=450e9,
     host_bandwidth=_PCIE_5,
-    gemm_efficiency=0.80,  # [AIC-K], as are the rest
-    weight_read_efficiency=0.74,
-    prefill_attention_efficiency=0.58,
-    kv_read_efficiency=0.61,
-    link_efficiency=0.76,
-    all_reduce_latency_s=4.7e-6,
+    kernels=_HOPPER,
+    all_reduce_latency_s=_HOPPER.all_reduce_latency_s,
 )
 
 
@@ -115,12 +100,9 @@ def _like(
         memory_bandwidth=memory_bandwidth,
         flops=flops,
         link_bandwidth=link_bandwidth,
+        fp8_flops=2 * flops if gpu.fp8_flops else 0.0,
         host_bandwidth=gpu.host_bandwidth,
-        gemm_efficiency=gpu.gemm_efficiency,
-        weight_read_efficiency=gpu.weight_read_efficiency,
-        prefill_attention_efficiency=gpu.prefill_attention_efficiency,
-        kv_read_efficiency=gpu.kv_read_efficiency,
-        link_efficiency=gpu.link_efficiency,
+        kernels=gpu.kernels,
         all_reduce_latency_s=gpu.all_reduce_latency_s if all_reduce_latency_s is None else all_reduce_latency_s,
     )
 

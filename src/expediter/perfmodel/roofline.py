@@ -1,42 +1,26 @@
-"""Analytic step time of a dense model on tensor-parallel GPUs.
+"""Analytic step time of a dense model on tensor-parallel GPUs, kernel by kernel.
 
-    T = overhead                                              what the host does between steps
-      + layers * kernels * kernel_latency                     floor of the small kernels
-      + hypot(weight read, matrix products)                   roofline of the linear layers, smooth at its knee
-      + prefill attention + KV read                           compute-bound chunks, memory-bound decodes
-      + 2 * layers * all-reduce                               tensor parallelism
+    T = host + |launch, GPU|                                |a, b| = (a^4 + b^4)^(1/4), a max without its sharp knee
+    GPU = layers * (4 products, attention, small kernels, 2 all-reduces) + output head
+    product           = latency + |weights / (bandwidth * share), 2 * params * N / (FLOP/s * share)|
+    prefill attention = latency + 4 * heads * head_dim * (sum chunk * (prefix + chunk / 2) + N * tile / 2)
+                        / (FLOP/s * share)
+    decode attention  = latency + decode context tokens * KV bytes per token and layer / (bandwidth * share)
+    small kernel      = latency + bytes in and out / bandwidth
+    all-reduce        = latency + 2 * (n - 1) / n * N * hidden * bytes / (link * share), 0 for one GPU
 
-with, for n GPUs, N tokens and S sequences in the step (`StepFeatures`):
+for N tokens on n GPUs (`StepFeatures`), everything divided among the GPUs where they share it. The kernels' shares and
+latencies belong to the GPU's generation (`constants.Kernels`), the host's times and four factors to the engine
+(`constants.Engine`). At a knee a sharp maximum is too low and the root of squares too high; the fourth power is closest
+to the measured products. It costs two square roots, which round the same way one by one and in arrays.
 
-    weight read       = layer and head weights / n / (bandwidth * weight_read_efficiency)
-    matrix products   = 2 * (layer params * N + head params * S) / n / (FLOP/s * gemm_efficiency)
-    prefill attention = 4 * layers * heads * head_dim * sum chunk * (prefix + chunk / 2) / n
-                        / (FLOP/s * prefill_attention_efficiency)
-    KV read           = decode context tokens * KV bytes per token and GPU / (bandwidth * kv_read_efficiency)
-    all-reduce        = latency + 2 * (n - 1) / n * N * hidden * bytes / (link * link_efficiency), 0 for one GPU
-
-The terms follow the usual roofline account of a decoder (T = c0 + max(c_w, c1 * N) + c2 * context + c3 * attention). A
-sharp maximum is too low around the knee, where measured kernels reach neither limit; the root of the sum of squares is
-equal to it far from the knee and closer to the measured tables at it.
-
-Sources of the constants: `hardware`. The ring all-reduce moves 2 * (n - 1) / n of the data over each link. `kernels` is
-the count of launches in a layer of a current engine (two norms, four matrix products, rotation, KV write, attention,
-activation). `overhead` is an assumption, of the size that engines with CUDA graphs report for scheduling, sampling and
-the copy of tokens.
-
-How far off it is (median of |predicted / measured - 1|; the tests hold it to these):
-
-- Time per output token of whole engines under load on H100 (AIConfigurator's published measurements without a stated
-  quantization): 12 % for Llama-3.1-8B on TensorRT-LLM (177 configurations), 11 % for Qwen3-32B on vLLM (90).
-- Llama-2-70B on 4 and 8 A100 or H100 (SplitwiseSim's published runs): prefill 31-53 %, decode 31-61 %, all too low.
-  That software had no CUDA graphs: its decodes take as long on 8 GPUs as on 4. With an overhead of 25 ms for it
-  prefill is off by 9-21 %, decode by 9-43 %.
+docs/perfmodel.md holds the sources of every constant and how far off the model is.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from math import sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -44,74 +28,135 @@ import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.plan import StepFeatures
+from expediter.perfmodel.constants import Engine, engine_named
 from expediter.perfmodel.hardware import Gpu
 from expediter.perfmodel.shapes import ModelShape
 
-_KERNELS_PER_LAYER: Final = 10
-_STEP_OVERHEAD_S: Final = 0.002
+_PRODUCTS: Final = 4  # query-key-value, attention output, gate and up, down
+_SMALL_KERNELS: Final = 5  # two norms with the residual, rotation, KV write, activation
+DEFAULT_ENGINE: Final = "vllm"
 
 
 class RooflineModel:
-    """`StepTimeModel` from a model's shape and a GPU's constants; the formula is in the module's docstring.
+    """`StepTimeModel` from a model's shape, a GPU's constants and an engine's overhead; formula: see the module.
 
     Args:
         tensor_parallel: GPUs that share the model, inside one node.
-        overhead_s: fixed cost of a step on the host.
+        engine: what the software adds to its kernels; vLLM's if there is none.
     Raises:
         ConfigurationError: the model cannot be split so, or a node has fewer GPUs.
     """
 
-    def __init__(
-        self, shape: ModelShape, gpu: Gpu, tensor_parallel: int = 1, *, overhead_s: float = _STEP_OVERHEAD_S
-    ) -> None:
+    def __init__(self, shape: ModelShape, gpu: Gpu, tensor_parallel: int = 1, *, engine: Engine | None = None) -> None:
         shape.check_tensor_parallel(tensor_parallel)
         if tensor_parallel > gpu.max_tensor_parallel:
             raise ConfigurationError(
                 f"{tensor_parallel} GPUs per replica exceed the {gpu.max_tensor_parallel} of one {gpu.name} node"
             )
-        n = tensor_parallel
-        flops = gpu.flops * gpu.gemm_efficiency * n
-        read_params = shape.num_layer_params + shape.num_head_params
-        self._fixed_s = overhead_s + shape.num_layers * _KERNELS_PER_LAYER * gpu.kernel_latency_s
-        self._weights_s = read_params * shape.bytes_per_value / n / (gpu.memory_bandwidth * gpu.weight_read_efficiency)
-        self._per_token_s = 2 * shape.num_layer_params / flops
-        self._per_seq_s = 2 * shape.num_head_params / flops
-        self._per_attention_s = (
-            4 * shape.num_layers * shape.num_heads * shape.head_dim / (gpu.flops * gpu.prefill_attention_efficiency * n)
+        if shape.fp8_weights and not gpu.fp8_flops:
+            raise ConfigurationError(f"{gpu.name} does not compute in fp8, which {shape.name} asks for")
+        engine = engine_named(DEFAULT_ENGINE) if engine is None else engine
+        n, layers, kernels = tensor_parallel, shape.num_layers, gpu.kernels
+        weight_bandwidth = gpu.memory_bandwidth * kernels.gemm_bandwidth_share * n / engine.memory_factor
+        flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
+        layer_flops, layer_bandwidth, latency_s = flops, weight_bandwidth, kernels.gemm_latency_s
+        if shape.fp8_weights:
+            layer_flops = gpu.fp8_flops * kernels.fp8_gemm_flops_share * n / engine.compute_factor
+            layer_bandwidth = gpu.memory_bandwidth * kernels.fp8_gemm_bandwidth_share * n / engine.memory_factor
+            latency_s = kernels.fp8_gemm_latency_s
+        attention_flops = gpu.flops * kernels.prefill_attention_share * n / engine.compute_factor
+        self._host_s, self._host_prefill_s, self._host_seq_s = engine.step_s, engine.prefill_step_s, engine.seq_s
+        self._decode_launch_s, self._prefill_launch_s = engine.decode_launch_s, engine.prefill_launch_s
+        self._fixed_s = layers * _PRODUCTS * latency_s + kernels.gemm_latency_s
+        self._fixed_s += layers * _SMALL_KERNELS * kernels.small_kernel_s
+        self._fixed_prefill_s = layers * kernels.prefill_attention_latency_s
+        self._fixed_decode_s = layers * kernels.decode_attention_latency_s
+        self._layer_weights_s = shape.layer_weight_bytes / layer_bandwidth
+        self._head_weights_s = shape.num_head_params * shape.bytes_per_value / weight_bandwidth
+        self._layer_token_s = 2 * shape.num_layer_params / layer_flops
+        self._head_seq_s = 2 * shape.num_head_params / flops
+        self._attention_s = 4 * layers * shape.num_heads * shape.head_dim / attention_flops
+        self._prefill_token_s = self._attention_s * kernels.prefill_attention_tile / 2
+        self._context_token_s = (
+            shape.kv_bytes_per_token_on_gpu(n)
+            * engine.memory_factor
+            / (gpu.memory_bandwidth * kernels.kv_bandwidth_share)
         )
-        self._per_context_token_s = shape.kv_bytes_per_token_on_gpu(n) / (gpu.memory_bandwidth * gpu.kv_read_efficiency)
-        self._all_reduce_fixed_s = 0.0
-        self._all_reduce_per_token_s = 0.0
+        self._token_s = layers * _small_kernel_bytes(shape, n) / gpu.memory_bandwidth
+        self._bulk_tokens, self._bulk_token_s = 1 << 62, 0.0
         if n > 1:
-            token_bytes = shape.hidden_size * shape.bytes_per_value
-            per_token_s = 2 * (n - 1) / n * token_bytes / (gpu.link_bandwidth * gpu.link_efficiency)
-            self._all_reduce_fixed_s = 2 * shape.num_layers * gpu.all_reduce_latency_s
-            self._all_reduce_per_token_s = 2 * shape.num_layers * per_token_s
+            message_s = shape.hidden_size * shape.bytes_per_value / gpu.link_bandwidth
+            self._fixed_s += 2 * layers * gpu.all_reduce_latency_s
+            self._token_s += 2 * layers * message_s * 2 * (n - 1) / n / kernels.link_share * engine.all_reduce_factor
+            self._bulk_tokens = -(-engine.bulk_bytes // (shape.hidden_size * shape.bytes_per_value))
+            self._bulk_token_s = 2 * layers * message_s * n * engine.bulk_all_reduce_factor
 
     def step_time_s(self, features: StepFeatures) -> float:
         """Return the duration of one step in seconds."""
-        return self._without_context_s(features) + self._per_context_token_s * features.decode_context_tokens
+        host_s, launch_s, gpu_s = self._without_context_s(features)
+        gpu_s += self._context_token_s * features.decode_context_tokens
+        return host_s + (_smooth_max(launch_s, gpu_s) if launch_s else gpu_s)
 
     def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:
         """Return the durations of `num_steps` successive decode steps, float64, shape [num_steps]; see the port."""
+        host_s, launch_s, gpu_s = self._without_context_s(features)
         grown = np.arange(num_steps, dtype=np.float64)
-        # Token counts are integers far below 2**53, hence exact; the sum and the product below are then the same two
-        # roundings as in step_time_s.
+        # Token counts are integers far below 2**53, hence exact; what follows are then the same roundings, in the same
+        # order, as in step_time_s.
         grown *= features.num_decodes
         grown += features.decode_context_tokens
-        grown *= self._per_context_token_s
-        grown += self._without_context_s(features)
+        grown *= self._context_token_s
+        grown += gpu_s
+        if launch_s:
+            squared = launch_s * launch_s
+            grown *= grown
+            grown *= grown
+            grown += squared * squared
+            np.sqrt(grown, out=grown)
+            np.sqrt(grown, out=grown)
+        grown += host_s
         return grown
 
-    def _without_context_s(self, features: StepFeatures) -> float:
-        num_tokens = features.num_tokens
-        products_s = self._per_token_s * num_tokens + self._per_seq_s * features.num_seqs
-        return (
+    def _without_context_s(self, features: StepFeatures) -> tuple[float, float, float]:
+        """Return the host's serial time, its launch time, and the GPU's time without reading decode context."""
+        num_tokens, num_seqs, num_decodes = features.num_tokens, features.num_seqs, features.num_decodes
+        host_s, launch_s = self._host_s + self._host_seq_s * num_seqs, self._decode_launch_s
+        gpu_s = (
             self._fixed_s
-            + math.hypot(self._weights_s, products_s)
-            + self._per_attention_s * features.prefill_attention
-            + (self._all_reduce_fixed_s + self._all_reduce_per_token_s * num_tokens)
+            + _smooth_max(self._layer_weights_s, self._layer_token_s * num_tokens)
+            + _smooth_max(self._head_weights_s, self._head_seq_s * num_seqs)
+            + self._token_s * num_tokens
         )
+        if num_decodes:
+            gpu_s += self._fixed_decode_s
+        if num_tokens > num_decodes:
+            host_s, launch_s = host_s + self._host_prefill_s, self._prefill_launch_s
+            gpu_s += (
+                self._fixed_prefill_s
+                + self._attention_s * features.prefill_attention
+                + self._prefill_token_s * (num_tokens - num_decodes)
+            )
+        if num_tokens >= self._bulk_tokens:
+            gpu_s += self._bulk_token_s * num_tokens
+        return host_s, launch_s, gpu_s
+
+
+def _smooth_max(a: float, b: float) -> float:
+    """Return (a^4 + b^4)^(1/4) by the operations, in the order, that `decode_run_s` applies to arrays."""
+    a *= a
+    b *= b
+    return sqrt(sqrt(a * a + b * b))
+
+
+def _small_kernel_bytes(shape: ModelShape, n: int) -> float:
+    """Return what the small kernels of a layer move per token on each of n GPUs.
+
+    Norms read and write the residual and their result (8 widths in all), rotation and KV write go over query, key and
+    value twice, the activation reads what one or two products wrote and writes one.
+    """
+    query_key_value = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / n
+    activation = (3 if shape.gated else 2) * shape.intermediate_size / n
+    return shape.bytes_per_value * (8 * shape.hidden_size + 2 * query_key_value + activation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,14 +219,34 @@ def _prefix_reuse(trace: Trace) -> float:
 
 
 class SeenPrefixes:
-    """What an unlimited cache holds of the prompts that it was shown; one number per distinct prefix id."""
+    """What an unlimited cache holds of the prompts that it was shown.
+
+    Ids below 2**29 take a bit each up to the largest, 128 MiB at most; larger ones, which are hashes, about 100 bytes
+    each.
+    """
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._bits = bytearray()
+        self._hashes: set[int] = set()
 
     def reused_tokens(self, prefix_ids: list[int], block_tokens: int, num_input: int) -> int:
         """Return how many of the prompt's first tokens are held already, and hold the whole prompt from now on."""
-        seen = self._seen
-        num_seen = next((i for i, prefix_id in enumerate(prefix_ids) if prefix_id not in seen), len(prefix_ids))
-        seen.update(prefix_ids)
+        num_seen = next((place for place, number in enumerate(prefix_ids) if not self._has(number)), len(prefix_ids))
+        for number in prefix_ids[num_seen:]:
+            self._hold(number)
         return min(num_seen * block_tokens, num_input)
+
+    def _has(self, number: int) -> bool:
+        if number >= MAX_NUMBERS:
+            return number in self._hashes
+        place = number >> 3
+        return place < len(self._bits) and self._bits[place] >> (number & 7) & 1 == 1
+
+    def _hold(self, number: int) -> None:
+        if number >= MAX_NUMBERS:
+            self._hashes.add(number)
+            return
+        place = number >> 3
+        if place >= len(self._bits):
+            self._bits.extend(bytes(max(place + 1, 2 * len(self._bits)) - len(self._bits)))
+        self._bits[place] |= 1 << (number & 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -100,10 +101,12 @@ NumberedRows = Iterator[tuple[int, TraceRow]]
 def in_order(rows: NumberedRows, defects: Defects, window_rows: int = WINDOW_ROWS) -> Iterator[TraceRow]:
     """Yield rows by arrival, ties in the file's order, holding back at most `window_rows` of them.
 
+    Prefix ids take 8 bytes each while they are held.
+
     Raises:
         TraceError: a row belongs before one that has left the window; the message names its line.
     """
-    held: list[tuple[float, int, TraceRow]] = []
+    held: list[tuple[float, int, TraceRow, array[int]]] = []
     last_s = -np.inf
     for number, row in rows:
         if row.arrival_s < last_s:
@@ -114,13 +117,33 @@ def in_order(rows: NumberedRows, defects: Defects, window_rows: int = WINDOW_ROW
                     "it; streaming sorts no further: sort the file by time first",
                 )
             )
+        entry = (row.arrival_s, number, row, _packed(row))
         if len(held) < window_rows:
-            heapq.heappush(held, (row.arrival_s, number, row))
+            heapq.heappush(held, entry)
             continue
-        last_s, _, first = heapq.heappushpop(held, (row.arrival_s, number, row))
-        yield first
+        last_s, _, first, ids = heapq.heappushpop(held, entry)
+        yield _unpacked(first, ids)
     while held:
-        yield heapq.heappop(held)[2]
+        _, _, first, ids = heapq.heappop(held)
+        yield _unpacked(first, ids)
+
+
+_NO_IDS: Final = array("q")
+
+
+def _packed(row: TraceRow) -> array[int]:
+    """Take a row's prefix ids out of it."""
+    if not row.prefix_ids:
+        return _NO_IDS
+    ids = array("q", row.prefix_ids)
+    row.prefix_ids = []
+    return ids
+
+
+def _unpacked(row: TraceRow, ids: array[int]) -> TraceRow:
+    if ids:
+        row.prefix_ids = ids.tolist()
+    return row
 
 
 def from_earliest(rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
@@ -152,11 +175,10 @@ def spread(rows: Iterator[TraceRow], seed: int) -> Iterator[TraceRow]:
 
     Holds the first `WINDOW_ROWS` rows, then one tick's.
     """
-    head = [row for _, row in zip(range(WINDOW_ROWS), rows, strict=False)]
-    tick_s = tick_of([row.arrival_s for row in head])
+    head = [(row, _packed(row)) for _, row in zip(range(WINDOW_ROWS), rows, strict=False)]
+    tick_s = tick_of([row.arrival_s for row, _ in head])
     if tick_s is None:
-        yield from head
-        yield from rows
+        yield from _chained(head, rows)
         return
     rng = np.random.default_rng(seed)
     same: list[TraceRow] = []
@@ -168,10 +190,10 @@ def spread(rows: Iterator[TraceRow], seed: int) -> Iterator[TraceRow]:
     yield from _spread_tick(same, tick_s, rng)
 
 
-def _chained(head: list[TraceRow], rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
+def _chained(head: list[tuple[TraceRow, array[int]]], rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
     head.reverse()
     while head:  # lets go of each row, unlike iterating
-        yield head.pop()
+        yield _unpacked(*head.pop())
     yield from rows
 
 

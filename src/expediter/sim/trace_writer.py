@@ -50,6 +50,7 @@ def write_rows(path: Path, rows: Iterable[TraceRow]) -> int:
                     file.write(encoder.encode_lines(batch))
                     batch.clear()
             file.write(encoder.encode_lines(batch))
+            file.flush()  # what cannot be written is noticed here, standard output's end included
         done = True
     except OSError as error:
         raise TraceError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

@@ -1,0 +1,234 @@
+"""Published step and serving times that `benchmarks.fidelity` compares with; the tables are not part of the repository.
+
+`EXPEDITER_PERF_DATA` names the folder that holds them; without it, `shared/data/perf` beside the repository.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from expediter.core.plan import StepFeatures
+from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
+from expediter.perfmodel.hardware import gpu_named
+from expediter.perfmodel.shapes import shape_named
+
+DATA: Final = Path(
+    os.environ.get("EXPEDITER_PERF_DATA", Path(__file__).resolve().parents[2] / "shared" / "data" / "perf")
+)
+SOURCES: Final = [
+    {
+        "used_for": "kernels; engines vllm, trtllm and sglang",
+        "repository": "ai-dynamo/aiconfigurator",
+        "commit": "095f58a51c4ca8e61b66ec108d86f223f8d559ce",
+        "licence": "Apache-2.0",
+        "attribution": "AIConfigurator, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
+        "changes": "constants fitted to its tables; no table is included",
+    },
+    {
+        "used_for": "engines eager-a100 and eager-h100",
+        "repository": "Mutinifni/splitwise-sim",
+        "commit": "8f99e7dc9b407f4ce2488d03dd44c0b8b946dab0",
+        "licence": "MIT",
+        "attribution": "SplitwiseSim, Copyright (c) 2024 Pratyush Patel",
+        "changes": "constants fitted to its measurements; no measurement is included",
+    },
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """A measurement with what the splits go by.
+
+    Args:
+        kind: prefill or decode.
+        prompt: prompt tokens of each sequence.
+        batch: sequences, or concurrent requests.
+        model: of the measured rows.
+    """
+
+    kind: str
+    model: str
+    tensor_parallel: int
+    prompt: int
+    batch: int
+    measurement: Measurement
+
+
+_SPLITWISE_GPUS: Final = {"a100-80gb": "a100-80g", "h100-80gb": "h100"}
+_SPLITWISE_MODELS: Final = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
+
+
+def splitwise(gpu: str) -> list[Labelled]:
+    """Return SplitwiseSim's medians on a GPU: a prefill per (model, GPUs, prompt, batch), a decode per row.
+
+    The power-capped H100 is left out (its rows are computed from the others), and so is batch 64 on two GPUs (faster
+    than batch 32: it did not run as one). Rows that differ in output length only share one prefill, their median.
+    A decode's context is the prompt and half of the output.
+    """
+    labelled, prefills = [], defaultdict(list)
+    with (DATA / "splitwise_medians.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            prompt, batch, output, n = (
+                int(row[name]) for name in ("prompt_tokens", "batch_size", "output_tokens", "tensor_parallel")
+            )
+            if _SPLITWISE_GPUS.get(row["hardware"]) != gpu or (n == 2 and batch == 64):
+                continue
+            prefills[row["model"], n, prompt, batch].append(float(row["prefill_ms"]))
+            step = decode_step(prompt + output // 2, batch)
+            labelled.append(
+                _labelled("decode", row["model"], gpu, n, prompt, batch, step, float(row["decode_ms_per_token"]))
+            )
+    for (model, n, prompt, batch), times in prefills.items():
+        step = prefill_step(prompt, batch)
+        labelled.append(_labelled("prefill", model, gpu, n, prompt, batch, step, median(times)))
+    return labelled
+
+
+def _labelled(
+    kind: str, model: str, gpu: str, n: int, prompt: int, batch: int, step: StepFeatures, ms: float
+) -> Labelled:
+    measurement = Measurement(
+        shape=shape_named(_SPLITWISE_MODELS[model]),
+        gpu=gpu_named(gpu),
+        tensor_parallel=n,
+        parts=((1.0, step),),
+        time_s=ms / 1e3,
+    )
+    return Labelled(kind=kind, model=model, tensor_parallel=n, prompt=prompt, batch=batch, measurement=measurement)
+
+
+_SERVED: Final = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+}
+_INTERFERENCE: Final = {"vllm": 1.0, "trtllm": 1.0, "sglang": 0.6}
+"""Share of the other requests' prefills that fall into a request's decoding: all of them in a steady state.
+
+SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the prefills held them;
+the figure is fitted, and the load generator's order of arrival, which would tell, is not published.
+"""
+_SERVED_IN_FP8: Final = {
+    "vllm": {"meta-llama/Llama-3.1-70B": "llama-3.1-70b-fp8"},
+    "trtllm": {"Qwen/Qwen3-32B": "qwen3-32b-fp8"},
+}
+"""Another model than that of `_SERVED`, by engine.
+
+vLLM's three rows of Qwen3-32B are left out: their tokens come faster than weights and bfloat16 KV of that load can be
+read at peak bandwidth.
+"""
+_BUDGET: Final = 8192
+"""Tokens of a step that the engines' defaults allow on H100; longer prompts come in chunks."""
+_QUEUED: Final = 2.0
+"""Requests wait for memory, not for steps, where the first token takes more than this many seconds."""
+
+
+def served(backend: str, *, in_fp8: bool = False) -> list[Labelled]:
+    """Return time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
+
+    Kept: one engine for prefill and decode, no data-parallel attention; no quantization (no `gemm_quant_mode`), or with
+    `in_fp8` only fp8, of another model.
+    Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says).
+
+    While a request's `osl` tokens come, each of the other requests is prefilled once, so that
+    osl * TPOT = osl * decode + (concurrency - 1) * (mixed step - decode).
+    """
+    labelled = []
+    shapes, mode = (_SERVED_IN_FP8[backend], "fp8") if in_fp8 else (_SERVED, "")
+    with gzip.open(DATA / "silicon_h100.csv.gz", "rt", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["backend"] != backend or row["model_path"] not in shapes or row["gemm_quant_mode"] != mode:
+                continue
+            if row["mode"] != "agg" or not {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
+                continue
+            if float(row["silicon_ttft_ms"]) / 1e3 > _QUEUED * (1 + int(float(row["isl"])) / 1024):
+                continue
+            prompt, output, batch, n = (int(float(row[name])) for name in ("isl", "osl", "batch_size", "tp_size"))
+            measurement = Measurement(
+                shape=shape_named(shapes[row["model_path"]]),
+                gpu=gpu_named("h100"),
+                tensor_parallel=n,
+                parts=_served_steps(prompt, output, batch, _INTERFERENCE[backend]),
+                time_s=float(row["silicon_tpot_ms"]) / 1e3,
+            )
+            kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
+            labelled.append(
+                Labelled(
+                    kind=kind,
+                    model=row["model_path"],
+                    tensor_parallel=n,
+                    prompt=prompt,
+                    batch=batch,
+                    measurement=measurement,
+                )
+            )
+    return labelled
+
+
+def _served_steps(prompt: int, output: int, batch: int, interference: float) -> tuple[tuple[float, StepFeatures], ...]:
+    """Return the weighted steps of one output token; prompts are packed into steps of up to `_BUDGET` tokens."""
+    context = prompt + output // 2
+    decode = decode_step(context, batch)
+    others = batch - 1
+    packed = max(1.0, min(_BUDGET // prompt, others * prompt / output / prompt))
+    tokens = round(packed * prompt)
+    mixed = StepFeatures(
+        num_tokens=others + tokens,
+        num_seqs=batch,
+        num_decodes=others,
+        decode_context_tokens=others * context,
+        prefill_attention=packed * prompt * prompt / 2,
+    )
+    share = interference * others / packed / output
+    return ((1.0 - share, decode), (share, mixed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Measurements of one engine on one machine.
+
+    Args:
+        free: constants of the engine that they determine.
+        other: measurements of the same engine that its constants are not fitted to, and what they are of.
+    """
+
+    rows: Callable[[], list[Labelled]]
+    free: tuple[str, ...]
+    other: tuple[str, Callable[[], list[Labelled]]] | None = None
+
+
+_EAGER: Final = (
+    "seq_s",
+    "decode_launch_s",
+    "prefill_launch_s",
+    "compute_factor",
+    "memory_factor",
+    "all_reduce_factor",
+    "bulk_all_reduce_factor",
+)
+_GRAPH: Final = ("step_s", "prefill_step_s", "seq_s", "compute_factor", "all_reduce_factor")
+
+DATASETS: Final = {
+    "eager-a100": Dataset(rows=partial(splitwise, "a100-80g"), free=_EAGER),
+    "eager-h100": Dataset(rows=partial(splitwise, "h100"), free=_EAGER),
+    "vllm": Dataset(
+        rows=partial(served, "vllm"),
+        free=_GRAPH,
+        other=("qwen3-32b -> llama-3.1-70b in fp8", partial(served, "vllm", in_fp8=True)),
+    ),
+    "trtllm": Dataset(
+        rows=partial(served, "trtllm"),
+        free=_GRAPH,
+        other=("llama-3.1-8b -> qwen3-32b in fp8", partial(served, "trtllm", in_fp8=True)),
+    ),
+    "sglang": Dataset(rows=partial(served, "sglang"), free=_GRAPH),
+}
+"""By engine of `constants.json`."""

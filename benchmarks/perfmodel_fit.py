@@ -1,0 +1,155 @@
+"""Fits the constants of `expediter.perfmodel` to published measurements and writes its constants.json.
+
+Kernels are fitted by GPU generation on single-kernel tables (bfloat16), engines on whole steps or served requests with
+the kernels held fixed. After a change to the model: `python -m benchmarks.perfmodel_fit kernels`, then `engines`. The
+tables are not part of the repository (`benchmarks.measurements` says where they are from).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import expediter.perfmodel
+from benchmarks.measurements import DATA, DATASETS, SOURCES
+from expediter.perfmodel.calibration import Vector, fit_engine, fit_relative
+from expediter.perfmodel.constants import Kernels
+
+_PEAKS: Final = {"ampere": ("a100", 312e12, 2.039e12, 300e9), "hopper": ("h100", 989e12, 3.35e12, 450e9)}
+"""FLOP/s, memory bandwidth and link bandwidth of the GPU whose tables stand for the generation (`hardware`)."""
+_FP8: Final = frozenset({"hopper"})
+_SMALL_KERNEL_S: Final = 3e-6
+"""Shortest kernel: AIConfigurator's constant of each GPU's hardware file."""
+
+
+def _columns(name: str, where: Any, *columns: str) -> list[Vector]:
+    table = pq.read_table(DATA / "kernels" / f"{name}.parquet").filter(where)
+    return [table[column].to_numpy().astype(np.float64) for column in columns]
+
+
+def _smooth_max(a: Vector, b: Vector) -> Vector:
+    return np.asarray((a**4 + b**4) ** 0.25)
+
+
+def _fit(name: str, predict: Any, measured: Vector, start: list[float]) -> list[float]:
+    values = fit_relative(predict, measured, np.array(start))
+    errors = np.abs(predict(values) / measured - 1)
+    print(f"{name:28} {len(measured):6} rows  mean {errors.mean():5.1%}  median {np.median(errors):5.1%}  {values}")
+    return [float(value) for value in values]
+
+
+def fit_kernels(generation: str) -> Kernels:
+    """Fit what kernels reach; prints the error of each table.
+
+    Products of a width and depth of at least 1,024 (those of models from 3B on), up to 8,192 tokens. Attention with 128
+    elements per head and full attention, at least 128 tokens; KV reads of at least 1 MB, below which the floor rules.
+    """
+    gpu, flops, bandwidth, link = _PEAKS[generation]
+    gemm = _fit_products(gpu, "bfloat16", flops, bandwidth)
+    fp8 = _fit_products(gpu, "fp8", 2 * flops, bandwidth) if generation in _FP8 else [0.0, 0.0, 0.0]
+    plain = (pc.field("head_dim") == 128) & (pc.field("window_tokens") == 0)
+    plain &= (pc.field("kv_dtype") == "bfloat16") & (pc.field("attn_dtype") == "bfloat16")
+    batch, tokens, heads, ms = _columns(
+        f"{gpu}_sxm_context_attention",
+        plain & (pc.field("prompt_tokens") >= 128) & (pc.field("batch_size") * pc.field("prompt_tokens") <= 32768),
+        *("batch_size", "prompt_tokens", "num_heads", "latency_ms"),
+    )
+    prefill = _fit(
+        f"{gpu} prefill attention",
+        lambda x: x[0] + 4 * heads * 128 * batch * (tokens**2 / 2 + tokens * x[2] / 2) / (flops * x[1]),
+        ms / 1e3,
+        [1e-5, 0.5, 128.0],
+    )
+    batch, tokens, heads, ms = _columns(
+        f"{gpu}_sxm_generation_attention",
+        plain & (pc.field("num_heads") <= 64) & (pc.field("kv_tokens") >= 128) & (pc.field("batch_size") <= 512),
+        *("batch_size", "kv_tokens", "num_kv_heads", "latency_ms"),
+    )
+    kv_bytes = batch * tokens * heads * 128 * 2 * 2
+    decode = _fit(f"{gpu} decode attention", lambda x: x[0] + kv_bytes / (bandwidth * x[1]), ms / 1e3, [1e-5, 0.7])
+    size, group, ms = _columns(
+        f"{gpu}_sxm_allreduce_custom",
+        (pc.field("mode") == "graph") & (pc.field("message_bytes") <= 1 << 28) & (pc.field("message_bytes") >= 1 << 12),
+        *("message_bytes", "num_gpus", "latency_ms"),
+    )
+    reduce = _fit(
+        f"{gpu} all-reduce",
+        lambda x: x[0] + 2 * (group - 1) / group * size / (link * x[1]),
+        ms / 1e3,
+        [5e-6, 0.7],
+    )
+    return Kernels(
+        gemm_latency_s=gemm[0],
+        gemm_bandwidth_share=gemm[1],
+        gemm_flops_share=gemm[2],
+        prefill_attention_latency_s=prefill[0],
+        prefill_attention_share=prefill[1],
+        prefill_attention_tile=prefill[2],
+        decode_attention_latency_s=decode[0],
+        kv_bandwidth_share=decode[1],
+        all_reduce_latency_s=reduce[0],
+        link_share=reduce[1],
+        small_kernel_s=_SMALL_KERNEL_S,
+        fp8_gemm_latency_s=fp8[0],
+        fp8_gemm_bandwidth_share=fp8[1],
+        fp8_gemm_flops_share=fp8[2],
+    )
+
+
+def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[float]:
+    """Return latency and the shares of bandwidth and FLOP/s."""
+    m, n, k, ms = _columns(
+        f"{gpu}_sxm_gemm",
+        (pc.field("dtype") == dtype) & (pc.field("n") >= 1024) & (pc.field("k") >= 1024) & (pc.field("m") <= 8192),
+        *("m", "n", "k", "latency_ms"),
+    )
+    size, conversion_s = 2, np.zeros(len(m))
+    if dtype == "fp8":
+        # The table's products convert their input, in a kernel of its own that reads 2 bytes per value and writes 1;
+        # engines do that within the norm or activation before.
+        size, conversion_s = 1, _SMALL_KERNEL_S + 3 * m * k / bandwidth
+    return _fit(
+        f"{gpu} products, {dtype}",
+        lambda x: x[0] + conversion_s + _smooth_max(size * n * k / (bandwidth * x[1]), 2 * m * n * k / (flops * x[2])),
+        ms / 1e3,
+        [3e-6, 0.7, 0.7],
+    )
+
+
+def main() -> None:
+    """Fit one part and write it into the package's sources; engines need the kernels of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["kernels", "engines"])
+    part = parser.parse_args().part
+    path = Path(expediter.perfmodel.__path__[0]) / "constants.json"
+    content = msgspec.json.decode(path.read_bytes())
+    content["sources"] = SOURCES
+    if part == "kernels":
+        content["kernels"] = {generation: asdict(fit_kernels(generation)) for generation in _PEAKS}
+    else:
+        content["engines"] = {}
+        for name, dataset in DATASETS.items():
+            rows = [row.measurement for row in dataset.rows()]
+            engine = fit_engine(rows, dataset.free)
+            content["engines"][name] = asdict(engine)
+            print(f"{name:12} {len(rows):4} rows  {engine}")
+    path.write_text(json.dumps(_rounded(content), indent=2) + "\n")
+
+
+def _rounded(content: Any) -> Any:
+    """Return the same with four significant digits: more would pretend to be known."""
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    return float(f"{content:.4g}") if isinstance(content, float) else content
+
+
+if __name__ == "__main__":
+    main()
