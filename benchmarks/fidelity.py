@@ -43,6 +43,13 @@ def _split(train: Callable[[Labelled], bool], test: Callable[[Labelled], bool]) 
     return folds
 
 
+def _on(others: Callable[[], list[Labelled]]) -> Callable[..., Iterator[Fold]]:
+    def folds(rows: Sequence[Labelled]) -> Iterator[Fold]:
+        yield list(rows), others()
+
+    return folds
+
+
 def _is_short(row: Labelled) -> bool:
     return row.prompt <= 1024
 
@@ -67,7 +74,8 @@ def measure(name: str) -> list[Row]:
     """Return a row per split and kind of step of one engine's measurements."""
     dataset = DATASETS[name]
     everything, table = dataset.rows(), []
-    for split, folds in _splits(name).items():
+    splits = _splits(name) | {split: _on(others) for split, others in dataset.other.items()}
+    for split, folds in splits.items():
         tested: list[Labelled] = []
         errors: list[Vector] = []
         for train, test in folds(everything):
@@ -77,7 +85,8 @@ def measure(name: str) -> list[Row]:
             errors.append(predicted_s(rows, engine) / np.array([row.time_s for row in rows]) - 1)
         error = np.concatenate(errors)
         target = _TARGET_EXTRAPOLATED if "->" in split else None
-        table += [_row(name, split, kind, tested, error, target or _TARGETS[kind]) for kind in sorted(_TARGETS)]
+        kinds = sorted({row.kind for row in tested})
+        table += [_row(name, split, kind, tested, error, target or _TARGETS[kind]) for kind in kinds]
     return table
 
 

@@ -4,7 +4,7 @@ One replica of Llama-3.1-70B on 4 x H100 (modelled). Requests carry the targets 
 (TTFT 0.5 s, TPOT 50 ms), standard (2 s, 100 ms), batch (60 s and 50 ms per output token, end to end). Load 1 is the
 rate at which the replica would just finish the trace's requests if they all came at once. Goodput is requests that met
 their targets per second of arrivals. Budgets: 2048 tokens, the best fixed one for trace and ordering at load 1, and
-the slack budget. With `--one-class`, everybody wants TTFT 1 s and TPOT 50 ms.
+the slack budget; and some presets as they are. With `--one-class`, everybody wants TTFT 1 s and TPOT 50 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRACES = {
     "mooncake conversation": ("mooncake_fast25_conversation_trace.jsonl.gz", 600),
 }
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0)
-FIXED_BUDGETS = (256, 512, 1024, 2048, 4096)
+FIXED_BUDGETS = (512, 1024, 2048)
 DEFAULT_BUDGET = 2048
 MAX_SLACK_BUDGET = 8192
 NUM_TENANTS = 8
@@ -52,6 +52,7 @@ class Case:
     rate_rps: float | None
     ordering: str
     budget: int | None
+    preset: str | None = None
     one_class: bool
     seed: int
 
@@ -91,21 +92,17 @@ def requests_of(case: Case) -> Iterator[tuple[int, Request]]:
 
 def run(case: Case) -> Outcome:
     """Simulate a case."""
-    is_slo = case.ordering == "slo"
-    policy = PolicyConfig(
-        ordering=case.ordering,
-        budget="slack" if case.budget is None else "fixed",
-        victims="least_value" if is_slo else "lowest_priority",
-    )
-    simulation = build_simulation(
-        SimulationConfig(
-            model="llama-3.1-70b",
-            gpu="h100",
-            tensor_parallel=4,
-            policy=policy,
-            max_num_batched_tokens=case.budget or MAX_SLACK_BUDGET,
+    hardware = SimulationConfig(model="llama-3.1-70b", gpu="h100", tensor_parallel=4)
+    if case.preset is not None:
+        config = replace(hardware, preset=case.preset)
+    else:
+        policy = PolicyConfig(
+            ordering=case.ordering,
+            budget="slack" if case.budget is None else "fixed",
+            victims="least_value" if case.ordering == "slo" else "lowest_priority",
         )
-    )
+        config = replace(hardware, policy=policy, max_num_batched_tokens=case.budget or MAX_SLACK_BUDGET)
+    simulation = build_simulation(config)
     numbered = list(requests_of(case))
     report = simulation.run(request for _, request in numbered)
     records = simulation.metrics.records
@@ -147,6 +144,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data/traces"), help="folder of the public traces")
     parser.add_argument("--traces", default=",".join(TRACES))
     parser.add_argument("--orderings", default=",".join(ORDERINGS))
+    parser.add_argument("--presets", default="vllm,expediter", help="also run these as they are")
     parser.add_argument("--loads", default=",".join(map(str, LOADS)))
     parser.add_argument("--requests", type=float, default=1.0, help="share of each trace's usual number of requests")
     parser.add_argument("--one-class", action="store_true")
@@ -169,37 +167,38 @@ def main() -> None:
                 one_class=args.one_class,
                 seed=args.seed,
             )
-            tables[name] = measure(base, args.orderings.split(","), loads, pool)
+            tables[name] = measure(base, args.orderings.split(","), args.presets.split(","), loads, pool)
             show(name, tables[name], loads)
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine(), "loads": loads, "traces": tables}, indent=2) + "\n")
 
 
-def measure(base: Case, orderings: Sequence[str], loads: Sequence[float], pool: ProcessPoolExecutor) -> list[Row]:
-    """Return a row per ordering and budget for one trace."""
+def measure(
+    base: Case, orderings: Sequence[str], presets: Sequence[str], loads: Sequence[float], pool: ProcessPoolExecutor
+) -> list[Row]:
+    """Return a row per ordering and budget, and per preset, for one trace."""
     capacity = base.num_requests / run(base).makespan_s
     trials = [
         replace(base, rate_rps=capacity, ordering=ordering, budget=budget)
         for ordering, budget in itertools.product(orderings, FIXED_BUDGETS)
     ]
     tried = list(track(pool.map(run, trials), f"{base.trace}: budgets", total=len(trials), transient=True))
-    best = {
-        ordering: max((t for t in tried if t.case.ordering == ordering), key=lambda t: t.goodput_rps).case.budget
-        for ordering in orderings
-    }
-    rows = [(o, kind, b) for o in orderings for kind, b in (("2048", 2048), ("tuned", best[o]), ("slack", None))]
-    cases = [
-        replace(base, rate_rps=capacity * load, ordering=ordering, budget=budget)
-        for (ordering, _, budget), load in itertools.product(rows, loads)
-    ]
+    rows: list[tuple[str, str, Case]] = []
+    for ordering in orderings:
+        own = [outcome for outcome in tried if outcome.case.ordering == ordering]
+        best = max(own, key=lambda outcome: outcome.goodput_rps).case.budget
+        kinds = ((str(DEFAULT_BUDGET), DEFAULT_BUDGET), (f"tuned: {best}", best), ("slack", None))
+        rows += [(ordering, kind, replace(base, ordering=ordering, budget=budget)) for kind, budget in kinds]
+    rows += [(f"preset {preset}", "its own", replace(base, preset=preset)) for preset in presets if preset]
+    cases = [replace(case, rate_rps=capacity * load) for (_, _, case), load in itertools.product(rows, loads)]
     outcomes = list(track(pool.map(run, cases), f"{base.trace}: loads", total=len(cases), transient=True))
     table: list[Row] = []
-    for index, (ordering, kind, budget) in enumerate(rows):
+    for index, (ordering, kind, _) in enumerate(rows):
         own = outcomes[index * len(loads) : (index + 1) * len(loads)]
         table.append(
             {
                 "ordering": ordering,
-                "budget": kind if budget is None or kind == "2048" else f"tuned: {budget}",
+                "budget": kind,
                 "capacity_rps": round(capacity, 3),
                 "goodput_rps": [round(o.goodput_rps, 3) for o in own],
                 "rate_at_99": round(capacity_at(0.99, own), 3),

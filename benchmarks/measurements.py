@@ -9,8 +9,8 @@ import csv
 import gzip
 import os
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from typing import Final
 from expediter.core.plan import StepFeatures
 from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
 from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.shapes import shape_named
+from expediter.perfmodel.shapes import ModelShape, shape_named
 
 DATA: Final = Path(
     os.environ.get("EXPEDITER_PERF_DATA", Path(__file__).resolve().parents[2] / "shared" / "data" / "perf")
@@ -116,50 +116,85 @@ _INTERFERENCE: Final = {"vllm": 1.0, "trtllm": 1.0, "sglang": 0.6}
 SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the prefills held them;
 the figure is fitted, and the load generator's order of arrival, which would tell, is not published.
 """
+_SERVED_IN_FP8: Final = {
+    "vllm": {"meta-llama/Llama-3.1-70B": "llama-3.1-70b-fp8"},
+    "trtllm": {"Qwen/Qwen3-32B": "qwen3-32b-fp8"},
+}
+"""Another model than that of `_SERVED`, by engine.
+
+vLLM's three rows of Qwen3-32B are left out: their tokens come faster than weights and bfloat16 KV of that load can be
+read at peak bandwidth.
+"""
 _BUDGET: Final = 8192
 """Tokens of a step that the engines' defaults allow on H100; longer prompts come in chunks."""
 _QUEUED: Final = 2.0
-"""Requests wait for memory, not for steps, where the first token takes more than this many seconds."""
+"""Requests wait for memory, not for steps, where the first token takes more than this many seconds, and as many per
+1,024 tokens of prompt more."""
+_HARDLY_QUEUED: Final = 4
+"""Most requests at a time whose first tokens are not ruled by queueing."""
 
 
-def served(backend: str) -> list[Labelled]:
+def served(backend: str, *, in_fp8: bool = False) -> list[Labelled]:
     """Return time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
 
-    Kept: one engine for prefill and decode, no data-parallel attention, no quantization (no `gemm_quant_mode`).
+    Kept: one engine for prefill and decode, no data-parallel attention; no quantization (no `gemm_quant_mode`), or with
+    `in_fp8` only fp8, of another model.
     Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says).
 
     While a request's `osl` tokens come, each of the other requests is prefilled once, so that
     osl * TPOT = osl * decode + (concurrency - 1) * (mixed step - decode).
     """
     labelled = []
+    for row, shape in _served_rows(backend, in_fp8=in_fp8):
+        prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
+        if float(row["silicon_ttft_ms"]) / 1e3 <= _QUEUED * (1 + prompt / 1024):
+            kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
+            parts = _served_steps(prompt, output, batch, _INTERFERENCE[backend])
+            labelled.append(_labelled_row(row, shape, kind, parts, float(row["silicon_tpot_ms"])))
+    return labelled
+
+
+def first_tokens() -> list[Labelled]:
+    """Return times to first token that are not ruled by queueing: vLLM, Llama-3.1-70B in fp8, four requests at a time.
+
+    All other rows of one engine have more requests at a time. A first token takes the rest of a decode step, half of it
+    on average, and a step with the prompt and the other requests' decodes.
+    """
+    labelled = []
+    for row, shape in _served_rows("vllm", in_fp8=True):
+        prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
+        if batch <= _HARDLY_QUEUED:
+            context = prompt + output // 2
+            mixed = StepFeatures(
+                num_tokens=prompt + batch - 1,
+                num_seqs=batch,
+                num_decodes=batch - 1,
+                decode_context_tokens=(batch - 1) * context,
+                prefill_attention=prompt**2 / 2,
+            )
+            parts = ((0.5, decode_step(context, batch - 1)), (1.0, mixed))
+            labelled.append(_labelled_row(row, shape, "prefill", parts, float(row["silicon_ttft_ms"])))
+    return labelled
+
+
+def _served_rows(backend: str, *, in_fp8: bool) -> Iterator[tuple[dict[str, str], ModelShape]]:
+    shapes, mode = (_SERVED_IN_FP8[backend], "fp8") if in_fp8 else (_SERVED, "")
     with gzip.open(DATA / "silicon_h100.csv.gz", "rt", newline="") as file:
         for row in csv.DictReader(file):
-            if row["backend"] != backend or row["model_path"] not in _SERVED or row["gemm_quant_mode"]:
+            if row["backend"] != backend or row["model_path"] not in shapes or row["gemm_quant_mode"] != mode:
                 continue
-            if row["mode"] != "agg" or not {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
-                continue
-            if float(row["silicon_ttft_ms"]) / 1e3 > _QUEUED * (1 + int(float(row["isl"])) / 1024):
-                continue
-            prompt, output, batch, n = (int(float(row[name])) for name in ("isl", "osl", "batch_size", "tp_size"))
-            measurement = Measurement(
-                shape=shape_named(_SERVED[row["model_path"]]),
-                gpu=gpu_named("h100"),
-                tensor_parallel=n,
-                parts=_served_steps(prompt, output, batch, _INTERFERENCE[backend]),
-                time_s=float(row["silicon_tpot_ms"]) / 1e3,
-            )
-            kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
-            labelled.append(
-                Labelled(
-                    kind=kind,
-                    model=row["model_path"],
-                    tensor_parallel=n,
-                    prompt=prompt,
-                    batch=batch,
-                    measurement=measurement,
-                )
-            )
-    return labelled
+            if row["mode"] == "agg" and {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
+                yield row, shape_named(shapes[row["model_path"]])
+
+
+def _labelled_row(
+    row: dict[str, str], shape: ModelShape, kind: str, parts: tuple[tuple[float, StepFeatures], ...], ms: float
+) -> Labelled:
+    prompt, batch, n = (int(float(row[name])) for name in ("isl", "batch_size", "tp_size"))
+    measurement = Measurement(shape=shape, gpu=gpu_named("h100"), tensor_parallel=n, parts=parts, time_s=ms / 1e3)
+    return Labelled(
+        kind=kind, model=row["model_path"], tensor_parallel=n, prompt=prompt, batch=batch, measurement=measurement
+    )
 
 
 def _served_steps(prompt: int, output: int, batch: int, interference: float) -> tuple[tuple[float, StepFeatures], ...]:
@@ -186,10 +221,12 @@ class Dataset:
 
     Args:
         free: constants of the engine that they determine.
+        other: further measurements of the same engine, which its constants are not fitted to, by what they are of.
     """
 
     rows: Callable[[], list[Labelled]]
     free: tuple[str, ...]
+    other: Mapping[str, Callable[[], list[Labelled]]] = field(default_factory=dict)
 
 
 _EAGER: Final = (
@@ -206,8 +243,19 @@ _GRAPH: Final = ("step_s", "prefill_step_s", "seq_s", "compute_factor", "all_red
 DATASETS: Final = {
     "eager-a100": Dataset(rows=partial(splitwise, "a100-80g"), free=_EAGER),
     "eager-h100": Dataset(rows=partial(splitwise, "h100"), free=_EAGER),
-    "vllm": Dataset(rows=partial(served, "vllm"), free=_GRAPH),
-    "trtllm": Dataset(rows=partial(served, "trtllm"), free=_GRAPH),
+    "vllm": Dataset(
+        rows=partial(served, "vllm"),
+        free=_GRAPH,
+        other={
+            "qwen3-32b -> llama-3.1-70b in fp8": partial(served, "vllm", in_fp8=True),
+            "the same -> first tokens": first_tokens,
+        },
+    ),
+    "trtllm": Dataset(
+        rows=partial(served, "trtllm"),
+        free=_GRAPH,
+        other={"llama-3.1-8b -> qwen3-32b in fp8": partial(served, "trtllm", in_fp8=True)},
+    ),
     "sglang": Dataset(rows=partial(served, "sglang"), free=_GRAPH),
 }
 """By engine of `constants.json`."""

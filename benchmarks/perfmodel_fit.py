@@ -25,6 +25,9 @@ from expediter.perfmodel.constants import Kernels
 
 _PEAKS: Final = {"ampere": ("a100", 312e12, 2.039e12, 300e9), "hopper": ("h100", 989e12, 3.35e12, 450e9)}
 """FLOP/s, memory bandwidth and link bandwidth of the GPU whose tables stand for the generation (`hardware`)."""
+_FP8: Final = frozenset({"hopper"})
+_SMALL_KERNEL_S: Final = 3e-6
+"""Shortest kernel: AIConfigurator's constant of each GPU's hardware file."""
 
 
 def _columns(name: str, where: Any, *columns: str) -> list[Vector]:
@@ -50,18 +53,8 @@ def fit_kernels(generation: str) -> Kernels:
     elements per head and full attention, at least 128 tokens; KV reads of at least 1 MB, below which the floor rules.
     """
     gpu, flops, bandwidth, link = _PEAKS[generation]
-    bf16 = pc.field("dtype") == "bfloat16"
-    m, n, k, ms = _columns(
-        f"{gpu}_sxm_gemm",
-        bf16 & (pc.field("n") >= 1024) & (pc.field("k") >= 1024) & (pc.field("m") <= 8192),
-        *("m", "n", "k", "latency_ms"),
-    )
-    gemm = _fit(
-        f"{gpu} products",
-        lambda x: x[0] + _smooth_max(2 * n * k / (bandwidth * x[1]), 2 * m * n * k / (flops * x[2])),
-        ms / 1e3,
-        [3e-6, 0.7, 0.7],
-    )
+    gemm = _fit_products(gpu, "bfloat16", flops, bandwidth)
+    fp8 = _fit_products(gpu, "fp8", 2 * flops, bandwidth) if generation in _FP8 else [0.0, 0.0, 0.0]
     plain = (pc.field("head_dim") == 128) & (pc.field("window_tokens") == 0)
     plain &= (pc.field("kv_dtype") == "bfloat16") & (pc.field("attn_dtype") == "bfloat16")
     batch, tokens, heads, ms = _columns(
@@ -104,6 +97,30 @@ def fit_kernels(generation: str) -> Kernels:
         kv_bandwidth_share=decode[1],
         all_reduce_latency_s=reduce[0],
         link_share=reduce[1],
+        small_kernel_s=_SMALL_KERNEL_S,
+        fp8_gemm_latency_s=fp8[0],
+        fp8_gemm_bandwidth_share=fp8[1],
+        fp8_gemm_flops_share=fp8[2],
+    )
+
+
+def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[float]:
+    """Return latency and the shares of bandwidth and FLOP/s."""
+    m, n, k, ms = _columns(
+        f"{gpu}_sxm_gemm",
+        (pc.field("dtype") == dtype) & (pc.field("n") >= 1024) & (pc.field("k") >= 1024) & (pc.field("m") <= 8192),
+        *("m", "n", "k", "latency_ms"),
+    )
+    size, conversion_s = 2, np.zeros(len(m))
+    if dtype == "fp8":
+        # The table's products convert their input, in a kernel of its own that reads 2 bytes per value and writes 1;
+        # engines do that within the norm or activation before.
+        size, conversion_s = 1, _SMALL_KERNEL_S + 3 * m * k / bandwidth
+    return _fit(
+        f"{gpu} products, {dtype}",
+        lambda x: x[0] + conversion_s + _smooth_max(size * n * k / (bandwidth * x[1]), 2 * m * n * k / (flops * x[2])),
+        ms / 1e3,
+        [3e-6, 0.7, 0.7],
     )
 
 

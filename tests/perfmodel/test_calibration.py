@@ -145,3 +145,17 @@ def test_two_and_eight_gpus_predict_four():
     found = fit_engine([row.measurement for row in rows if row.tensor_parallel != 4], dataset.free)
     held = [row.measurement for row in rows if row.tensor_parallel == 4]
     assert np.abs(predicted_s(held, found) / np.array([row.time_s for row in held]) - 1).mean() < 0.05
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("engine", "other", "bound"),
+    [
+        ("vllm", "qwen3-32b -> llama-3.1-70b in fp8", 0.09),
+        ("vllm", "the same -> first tokens", 0.17),
+        ("trtllm", "llama-3.1-8b -> qwen3-32b in fp8", 0.12),
+    ],
+)
+def test_an_engine_predicts_what_it_was_not_fitted_to(engine, other, bound):
+    rows = [row.measurement for row in DATASETS[engine].other[other]()]
+    assert np.abs(predicted_s(rows, engine_named(engine)) / np.array([row.time_s for row in rows]) - 1).mean() < bound

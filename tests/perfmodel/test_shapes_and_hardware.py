@@ -65,6 +65,10 @@ def test_folder_with_a_config(tmp_path):
     assert shape.name == "tiny"
     assert shape.num_params == known.num_params
     assert shape.kv_bytes_per_token == 2 * known.kv_bytes_per_token
+    assert not shape.fp8_weights
+    for method in ("fp8", "gptq"):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        assert shape_named(str(folder)).fp8_weights == (method == "fp8")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"hidden_size": "large"}', '{"hidden_size": 1e999}'])

@@ -115,6 +115,17 @@ def test_a_launch_from_the_host_hides_behind_the_gpu_and_the_gpu_behind_it():
     assert launched.step_time_s(long_prompt) == pytest.approx(bare.step_time_s(long_prompt), rel=0.01)
 
 
+def test_fp8_weights_halve_the_reading_and_need_a_gpu_that_computes_in_them():
+    half, whole = shape_named("llama-3.1-70b-fp8"), shape_named("llama-3.1-70b")
+    assert half.layer_weight_bytes * 2 == whole.layer_weight_bytes
+    assert whole.weight_bytes - half.weight_bytes == half.layer_weight_bytes
+    decode = features(num_decodes=8, context=8192)
+    faster = RooflineModel(whole, gpu_named("h100"), 4).step_time_s(decode)
+    assert 0.5 < RooflineModel(half, gpu_named("h100"), 4).step_time_s(decode) / faster < 0.75
+    with pytest.raises(ConfigurationError, match="a100-80g does not compute in fp8"):
+        RooflineModel(half, gpu_named("a100-80g"), 4)
+
+
 def test_engines_and_sources_are_named():
     with pytest.raises(ConfigurationError, match="vllm"):
         engine_named("mystery")

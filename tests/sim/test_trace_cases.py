@@ -134,8 +134,8 @@ def test_sessions_that_outgrow_the_replica_are_counted_and_the_run_ends(
 ):
     """Turns add up to 2,000 tokens; none of the replicas has room for that."""
     path = tmp_path_factory.mktemp("grown") / "t.jsonl"
-    shape = Sessions(turns_mean=8, pause_mean_s=1, system_tokens=16, max_context=2000)
-    config = GenerationConfig(shape=shape, num_requests=60, rate_rps=2.0, input_mean=60, output_mean=30, seed=seed)
+    shape = Sessions(turns_mean=16, pause_mean_s=1, system_tokens=16, max_context=2000)
+    config = GenerationConfig(shape=shape, num_requests=200, rate_rps=2.0, input_mean=60, output_mean=30, seed=seed)
     write_rows(path, generate(config))
     trace = read_trace(path, strict=True)
     simulation = build_simulation(
@@ -149,7 +149,7 @@ def test_sessions_that_outgrow_the_replica_are_counted_and_the_run_ends(
         )
     )
     counts = simulation.run(trace).requests
-    assert counts.arrived == 60
+    assert counts.arrived == 200
     assert counts.arrived == counts.finished + counts.rejected + counts.unservable
     lengths = trace.input_tokens + trace.output_tokens
     # The last token of an output is never read, so it needs no KV.

@@ -72,3 +72,11 @@ def test_a_trace_is_not_written_over_itself(capsys, tmp_path):
     assert main(["trace", "convert", str(path), "-o", str(path)]) == 2
     assert "another file" in capsys.readouterr().err
     assert json.loads(path.read_text()) == OWN
+
+
+@pytest.mark.parametrize("command", [["trace", "describe"], ["trace", "convert", "-o", "-"], ["simulate", "--trace"]])
+def test_a_trace_that_is_not_there_is_answered_with_those_that_are(capsys, command):
+    assert main([*command, "nowhere"]) == 2
+    shown = capsys.readouterr().err
+    assert "Expediter jsonl" in shown
+    assert "come with Expediter: demo" in shown

@@ -106,7 +106,7 @@ def test_a_file_without_a_usable_row_is_an_error_that_says_why(tmp_path):
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
     peaks = []
-    for num_rows in (70_000, 210_000):  # both more than the window
+    for num_rows in (68_000, 110_000):  # both more than the window
         path = tmp_path / f"{num_rows}.jsonl"
         with path.open("w") as file:
             file.writelines(
@@ -257,7 +257,7 @@ def test_block_size_is_known_before_a_row_is_handed_on(tmp_path):
     assert json.loads(path.read_text().splitlines()[0])["hash_ids"] == [1]
 
 
-@given(st.lists(st.lists(st.integers(0, 20) | st.integers(2**29 - 2, 2**29 + 2), max_size=5), max_size=30))
+@given(st.lists(st.lists(st.integers(0, 20) | st.integers(2**29, 2**29 + 4), max_size=5), max_size=30))
 def test_what_an_unlimited_cache_holds(prompts):
     cache, seen = SeenPrefixes(), set()
     for ids in prompts:

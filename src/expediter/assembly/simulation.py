@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
-from expediter.assembly.traces import TRACE_NAMES, load_trace
+from expediter.assembly.traces import load_trace
 from expediter.control.routing import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -36,7 +36,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, Report, build_report
-from expediter.sim.trace import Trace, TraceError, trace_summary
+from expediter.sim.trace import Trace, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
@@ -361,12 +361,7 @@ def prepare_trace(
         TraceError: there is no such trace (the message lists names and formats), or it is malformed.
         ConfigurationError: `rate_scale` or `limit` is out of range.
     """
-    try:
-        trace = load_trace(name, seed=seed, spread_ticks=spread_ticks, strict=strict)
-    except TraceError as error:
-        if Path(name).is_file():
-            raise
-        raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
+    trace = load_trace(name, seed=seed, spread_ticks=spread_ticks, strict=strict)
     trace = replace(trace, seed=seed)
     return (trace if limit is None else trace.take(limit)).at_rate(rate_scale)
 

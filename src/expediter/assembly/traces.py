@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
-from expediter.sim.trace import Trace
+from expediter.sim.trace import Trace, TraceError
 from expediter.sim.trace_readers import read_trace, stream_trace
 from expediter.sim.trace_rows import Defects, TraceRow
 
@@ -20,8 +20,13 @@ def _file_of(name: str | Path) -> Iterator[Path]:
     if str(name) in _NAMED:
         with resources.as_file(resources.files("expediter.assembly") / "data" / _NAMED[str(name)]) as path:
             yield path
-    else:
+        return
+    try:
         yield Path(name)
+    except TraceError as error:
+        if Path(name).is_file():
+            raise
+        raise TraceError(f"{error}. Traces that come with Expediter: {', '.join(TRACE_NAMES)}") from None
 
 
 def load_trace(name: str | Path, *, seed: int = 0, spread_ticks: bool = True, strict: bool = False) -> Trace:

@@ -71,7 +71,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _rows(args: argparse.Namespace) -> Iterator[Iterator[TraceRow]]:
-    """Give the rows of the trace that was named; say afterwards what was left out."""
+    """Give the rows of the trace that was named; say afterwards, on standard error, what was left out."""
     from expediter.assembly.traces import open_trace
 
     rows, defects = open_trace(args.trace, seed=args.seed, spread_ticks=not args.no_spread_ticks, strict=args.strict)

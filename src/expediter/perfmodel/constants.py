@@ -30,6 +30,8 @@ class Kernels:
         all_reduce_latency_s: of the smallest all-reduce.
         link_share: of link bandwidth in all-reduces.
         small_kernel_s: norm, rotation, KV write and activation, each.
+        fp8_gemm_latency_s, fp8_gemm_flops_share, fp8_gemm_bandwidth_share: the same of products in fp8, whose input
+            comes converted; 0 where the generation has none, or no table.
     """
 
     gemm_latency_s: float
@@ -42,7 +44,10 @@ class Kernels:
     kv_bandwidth_share: float
     all_reduce_latency_s: float
     link_share: float
-    small_kernel_s: float = 3e-6
+    small_kernel_s: float
+    fp8_gemm_latency_s: float = 0.0
+    fp8_gemm_flops_share: float = 0.0
+    fp8_gemm_bandwidth_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ Sources:
     [DS] NVIDIA data sheets: A10 (2021), L40S (2023), HGX B200 (2024), dense figures without sparsity.
     Links to the host: PCIe 4.0 x16 on A100, A10 and L40S, 5.0 x16 on H100, H200 and B200 [DS].
     What kernels reach (`constants.Kernels`) is fitted on tables of A100 and H100. Elsewhere it is that of the nearest
-    architecture that has one: A100's for A10 and L40S, H100's for H200 and B200.
+    architecture that has one: A100's for A10 and L40S, H100's for H200 and B200. L40S computes in fp8, but is not
+    modelled so: there is no table of its generation.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Gpu:
         memory_bytes: capacity.
         memory_bandwidth: peak, byte/s.
         flops: dense bfloat16 peak, FLOP/s.
+        fp8_flops: dense fp8 peak, FLOP/s; 0 where there is none.
         link_bandwidth: to the other GPUs of the node, byte/s in one direction.
         host_bandwidth: to the host's memory, byte/s in one direction.
         max_tensor_parallel: GPUs in a node.
@@ -47,6 +49,7 @@ class Gpu:
     kernels: Kernels
     host_efficiency: float = 0.8
     all_reduce_latency_s: float
+    fp8_flops: float = 0.0
     reserved_bytes: int = 3_758_096_384  # [AIC]
 
 
@@ -69,9 +72,10 @@ _A100: Final = Gpu(
 )
 _H100: Final = Gpu(
     name="h100",
-    memory_bytes=80 * _GIB,  # [AIC], as are the next three
+    memory_bytes=80 * _GIB,  # [AIC], as are the next four
     memory_bandwidth=3.35e12,
     flops=989e12,
+    fp8_flops=1978e12,
     link_bandwidth=450e9,
     host_bandwidth=_PCIE_5,
     kernels=_HOPPER,
@@ -96,6 +100,7 @@ def _like(
         memory_bandwidth=memory_bandwidth,
         flops=flops,
         link_bandwidth=link_bandwidth,
+        fp8_flops=2 * flops if gpu.fp8_flops else 0.0,
         host_bandwidth=gpu.host_bandwidth,
         kernels=gpu.kernels,
         all_reduce_latency_s=gpu.all_reduce_latency_s if all_reduce_latency_s is None else all_reduce_latency_s,

@@ -53,20 +53,27 @@ class RooflineModel:
             raise ConfigurationError(
                 f"{tensor_parallel} GPUs per replica exceed the {gpu.max_tensor_parallel} of one {gpu.name} node"
             )
+        if shape.fp8_weights and not gpu.fp8_flops:
+            raise ConfigurationError(f"{gpu.name} does not compute in fp8, which {shape.name} asks for")
         engine = engine_named(DEFAULT_ENGINE) if engine is None else engine
         n, layers, kernels = tensor_parallel, shape.num_layers, gpu.kernels
-        flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
-        attention_flops = gpu.flops * kernels.prefill_attention_share * n / engine.compute_factor
         weight_bandwidth = gpu.memory_bandwidth * kernels.gemm_bandwidth_share * n / engine.memory_factor
+        flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
+        layer_flops, layer_bandwidth, latency_s = flops, weight_bandwidth, kernels.gemm_latency_s
+        if shape.fp8_weights:
+            layer_flops = gpu.fp8_flops * kernels.fp8_gemm_flops_share * n / engine.compute_factor
+            layer_bandwidth = gpu.memory_bandwidth * kernels.fp8_gemm_bandwidth_share * n / engine.memory_factor
+            latency_s = kernels.fp8_gemm_latency_s
+        attention_flops = gpu.flops * kernels.prefill_attention_share * n / engine.compute_factor
         self._host_s, self._host_prefill_s, self._host_seq_s = engine.step_s, engine.prefill_step_s, engine.seq_s
         self._decode_launch_s, self._prefill_launch_s = engine.decode_launch_s, engine.prefill_launch_s
-        self._fixed_s = (layers * _PRODUCTS + 1) * kernels.gemm_latency_s
+        self._fixed_s = layers * _PRODUCTS * latency_s + kernels.gemm_latency_s
         self._fixed_s += layers * _SMALL_KERNELS * kernels.small_kernel_s
         self._fixed_prefill_s = layers * kernels.prefill_attention_latency_s
         self._fixed_decode_s = layers * kernels.decode_attention_latency_s
-        self._layer_weights_s = shape.num_layer_params * shape.bytes_per_value / weight_bandwidth
+        self._layer_weights_s = shape.layer_weight_bytes / layer_bandwidth
         self._head_weights_s = shape.num_head_params * shape.bytes_per_value / weight_bandwidth
-        self._layer_token_s = 2 * shape.num_layer_params / flops
+        self._layer_token_s = 2 * shape.num_layer_params / layer_flops
         self._head_seq_s = 2 * shape.num_head_params / flops
         self._attention_s = 4 * layers * shape.num_heads * shape.head_dim / attention_flops
         self._prefill_token_s = self._attention_s * kernels.prefill_attention_tile / 2

@@ -5,7 +5,7 @@ The built-in shapes are the public config.json files of the models; any local Hu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,7 @@ class ModelShape:
         gated: the feed-forward block has a gate (three matrices instead of two).
         tied: the output head is the embedding table.
         bytes_per_value: of weights, KV and activations; 2 for bfloat16 and float16.
+        fp8_weights: matrices of the layers are kept and multiplied in fp8; the rest is not.
     Raises:
         ConfigurationError: a dimension is below 1, or the heads do not form whole groups.
     """
@@ -44,6 +45,7 @@ class ModelShape:
     gated: bool = True
     tied: bool = False
     bytes_per_value: int = 2
+    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         for field in (
@@ -83,7 +85,12 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Memory of the weights, over all GPUs together."""
-        return self.num_params * self.bytes_per_value
+        return self.layer_weight_bytes + (self.num_params - self.num_layer_params) * self.bytes_per_value
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Memory of the layers' matrices, over all GPUs together."""
+        return self.num_layer_params * (1 if self.fp8_weights else self.bytes_per_value)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -238,11 +245,14 @@ _SHAPES: Final = {
         ),
     )
 }
+_FP8: Final = "-fp8"
 SHAPE_NAMES: Final = tuple(sorted(_SHAPES))
 
 
 def shape_named(name: str) -> ModelShape:
     """Return a built-in shape, or the shape of the Hugging Face folder (or config.json) at that path.
+
+    A built-in name followed by -fp8 is that model with `fp8_weights`.
 
     Raises:
         ConfigurationError: neither exists (the message lists the built-in ones), or the folder holds no model that the
@@ -250,14 +260,20 @@ def shape_named(name: str) -> ModelShape:
     """
     if name in _SHAPES:
         return _SHAPES[name]
+    if name.removesuffix(_FP8) in _SHAPES:
+        return replace(_SHAPES[name.removesuffix(_FP8)], name=name, fp8_weights=True)
     path = Path(name)
     config = path / "config.json" if path.is_dir() else path
     if config.is_file():
         return shape_from_config(config)
     raise ConfigurationError(
-        f"no model shape {name!r}; there are: {', '.join(SHAPE_NAMES)}; "
+        f"no model shape {name!r}; there are: {', '.join(SHAPE_NAMES)}, each also with {_FP8} at its end; "
         "or name a folder with a Hugging Face config.json"
     )
+
+
+class _Quantization(msgspec.Struct):
+    quant_method: str = ""
 
 
 class _Config(msgspec.Struct):
@@ -277,6 +293,7 @@ class _Config(msgspec.Struct):
     n_routed_experts: int | None = None  # DeepSeek
     dtype: str | None = None
     torch_dtype: str | None = None
+    quantization_config: _Quantization | None = None
     model_type: str = ""
 
 
@@ -311,5 +328,6 @@ def shape_from_config(path: Path) -> ModelShape:
         vocab_size=config.vocab_size,
         gated=gated,
         tied=tied,
+        fp8_weights=config.quantization_config is not None and config.quantization_config.quant_method == "fp8",
         bytes_per_value=_BYTES.get(config.dtype or config.torch_dtype or "bfloat16", 2),
     )
