@@ -31,9 +31,12 @@ from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.lazy_heap import Key
 from expediter.scheduling.memory import PagedMemory
 from expediter.scheduling.ordering.base import Ordering
-from expediter.scheduling.ordering.simple import ShortestPredicted
+from expediter.scheduling.ordering.simple import EarliestDeadline, ShortestPredicted
 from expediter.scheduling.scheduler import Scheduler
 from expediter.testing.fake_executor import FakeExecutor, toy_generate
+
+_LEARNING = (EarliestDeadline, ShortestPredicted)
+"""Orderings whose keys rest on predictions, which change while a request keeps the key that it was queued with."""
 
 
 def expected_output(request: Request, vocab_size: int) -> list[int]:
@@ -466,7 +469,7 @@ class SchedulerDriver:
     def _order(self) -> dict[str, tuple[Key, int]]:
         """Return the keys of all who wait, if the order is one that stands still while a step is planned."""
         ordering = self.scheduler.policy.rules.ordering
-        if not ordering.is_static or isinstance(ordering, ShortestPredicted):  # what it predicts changes meanwhile
+        if not ordering.is_static or isinstance(ordering, _LEARNING):
             return {}
         keys: dict[str, tuple[Key, int]] = {}
         for request in self.live:
