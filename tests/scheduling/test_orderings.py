@@ -551,3 +551,26 @@ def test_who_is_late_gets_its_share_of_the_starts():
     assert 8 <= positions[0] <= 10 + 5
     assert all(second - first <= 6 for first, second in itertools.pairwise(positions))
     driver.run_to_end()
+
+
+def test_who_has_no_targets_is_not_passed_over_for_ever():
+    """A request without targets counts as due after `patience_s`: those with nearer deadlines go first until then."""
+    driver = SchedulerDriver.build(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
+        num_blocks=40,
+        block_size=4,
+        ordering="slo",
+        checks_blocks=False,
+    )
+    ordering = driver.scheduler.policy.rules.ordering
+    ordering._max_late_wait_s, ordering._late_share, ordering._patience_s = 10.0, 5, 30.0
+    driver.submit("running", [1] * 5, 2, slo=Slo(ttft_s=50.0))
+    driver.step()
+    driver.submit("whenever", [2] * 5, 1)
+    started = []
+    for number in range(60):
+        driver.submit(f"f{number}", [3] * 5, 1, slo=Slo(ttft_s=15.0))
+        driver.step()
+        started += driver.steps[-1].admitted
+    assert 10 <= started.index("whenever") <= 30 + 5 + 1
+    driver.run_to_end()

@@ -83,7 +83,7 @@ class SlackBudget:
         available_s = max(slack_s, 1.05 * duration_s(0))
         if longest_s <= available_s:
             return size + high
-        while high - low > _TILE:
+        while high - low > _TILE or (not low and high > 1):
             middle = (low + high) // 2
             if duration_s(middle) <= available_s:
                 low = middle

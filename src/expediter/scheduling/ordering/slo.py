@@ -88,6 +88,8 @@ class SloOrdering:
     Args:
         max_late_wait_s: a late request that waited longer gets a share of the admissions.
         late_share: one of so many admissions.
+        window_s: how far back the demand is looked at that decides what is too much work for its value.
+        patience_s: when a request without targets is due after its arrival; it is late after that like any other.
     """
 
     max_wait_s = math.inf
@@ -103,12 +105,14 @@ class SloOrdering:
         max_late_wait_s: float = 60.0,
         late_share: int = 20,
         window_s: float = 30.0,
+        patience_s: float = 300.0,
     ) -> None:
         self._kv = kv
         self._knowledge = knowledge
         knowledge.ask()
         self._max_late_wait_s = max_late_wait_s
         self._late_share = late_share
+        self._patience_s = patience_s
         self._waiting: dict[int, _Job] = {}
         self._under_way: dict[int, _Job] = {}
         self._hopeful: LazyHeap[RequestState] = LazyHeap()
@@ -235,7 +239,8 @@ class SloOrdering:
         if state.first_token_s is not None:
             # Preempted while decoding: its next token is due at its pace.
             return state.first_token_s + len(state.output) * state.pace_s
-        return self._knowledge.first_token_deadline_s(state.request)
+        due_s = self._knowledge.first_token_deadline_s(state.request)
+        return due_s if due_s < math.inf else state.request.arrival_s + self._patience_s
 
     def _is_late(self, job: _Job, now_s: float) -> bool:
         return now_s + job.num_tokens * self._knowledge.prefill_token_s > job.due_s
