@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
-from expediter.control.routing import make_router
+from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel

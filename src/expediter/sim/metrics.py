@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expediter.control.routing.base import Decision, Placement, Refusal
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected, RejectReason
 from expediter.core.request import FinishReason, Request
@@ -26,13 +27,14 @@ class RequestRecord:
     """One request's life. Times are in seconds of virtual time, None where it did not come to that.
 
     Attributes:
+        replica_id: where it was sent first; None if it was refused on arrival.
         num_cached_tokens: prompt tokens reused at the first admission.
         num_output_tokens: set at the end.
     """
 
     arrival_s: float
     num_prompt_tokens: int
-    replica_id: int
+    replica_id: int | None
     slo: Slo = NO_SLO
     tenant: str = ""
     slo_class: str = ""
@@ -107,19 +109,21 @@ class MetricsCollector:
         """All records in order of arrival."""
         return list(self._records.values())
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
         if request.request_id in self._records:
             raise InvariantError(f"request {request.request_id} arrived twice")
         self._records[request.request_id] = RequestRecord(
             now_s,
             request.num_prompt_tokens,
-            replica_id,
+            decision.replica_id if isinstance(decision, Placement) else None,
             request.slo,
             request.tenant,
             request.slo_class,
             request.value,
         )
         self.last_event_s = now_s
+        if isinstance(decision, Refusal):
+            self._end(request.request_id, Outcome.REJECTED, now_s)
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for event in events:
