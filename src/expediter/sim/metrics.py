@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from expediter.control.routing.base import Decision, Placement, Refusal
@@ -92,13 +92,16 @@ class RequestCounts:
 class MetricsCollector:
     """`Observer` that keeps a record per request.
 
+    Args:
+        on_end: told of each request that has ended, if anybody wants to know.
     Attributes:
         preemptions: of all requests together, by cause.
         held_s: seconds that requests waited, all together, by what held them.
         last_event_s: time of the latest arrival or scheduler event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[RequestRecord], None] | None = None) -> None:
+        self._on_end = on_end
         self._records: dict[str, RequestRecord] = {}
         self.preemptions: dict[str, int] = {}
         self.held_s: dict[str, float] = {}
@@ -154,8 +157,8 @@ class MetricsCollector:
         if event.reason is FinishReason.ERROR:
             raise InvariantError(f"request {event.request_id} failed on replica {replica_id}")
         outcome = Outcome.ABORTED if event.reason is FinishReason.ABORT else Outcome.FINISHED
-        self._end(event.request_id, outcome, event.now_s)
         self._records[event.request_id].num_output_tokens = event.num_output_tokens
+        self._end(event.request_id, outcome, event.now_s)
 
     def _end(self, request_id: str, outcome: Outcome, now_s: float) -> None:
         record = self._records[request_id]
@@ -163,6 +166,8 @@ class MetricsCollector:
             raise InvariantError(f"request {request_id} ended twice: {record.outcome.value}, then {outcome.value}")
         record.outcome = outcome
         record.ended_s = now_s
+        if self._on_end is not None:
+            self._on_end(record)
 
     def counts(self) -> RequestCounts:
         """Return how the requests ended.
