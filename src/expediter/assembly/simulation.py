@@ -120,7 +120,7 @@ class Simulation:
     """A cluster ready to serve one sequence of requests; made by `build_simulation`.
 
     Attributes:
-        metrics: a record per request, once it has run.
+        metrics: what became of the requests that have ended; calls who wants their records (`on_end`).
         schedulers: of the replicas, for who wants to look inside.
         explanations: what held the requests that `run` was asked to explain, by id.
     """
