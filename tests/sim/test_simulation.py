@@ -68,7 +68,7 @@ SLO_CLASSES = {
     st.sampled_from([ConstantTime(0.25), ContextTime(0.013)]),
     st.integers(1, 3),
     st.sampled_from([6, 16, 30, 300]),
-    st.sampled_from(ROUTINGS),
+    st.sampled_from(tuple(ROUTINGS)),
     st.builds(
         PolicyConfig,
         ordering=st.sampled_from(sorted(ORDERINGS)),

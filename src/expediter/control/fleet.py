@@ -71,6 +71,10 @@ class _Member:
     last_dispatch: int = 0
 
 
+def _key(load: Load, member: _Member) -> tuple[float, ...]:
+    return (*load(member.snapshot), member.last_dispatch, member.snapshot.replica_id)
+
+
 class Fleet:
     """The replicas that take requests.
 
@@ -183,11 +187,11 @@ class Fleet:
             snapshot.num_running,
         )
         for load in self._loads:
-            self._heaps[load, member.role].put(member, (*load(snapshot), member.last_dispatch))
+            self._heaps[load, member.role].put(member, _key(load, member))
 
     def _keep_heaps(self, load: Load) -> None:
         self._loads[load] = None
         for role in ROLES:
             self._heaps[load, role] = LazyHeap()
         for member in self._by_slot:
-            self._heaps[load, member.role].put(member, (*load(member.snapshot), member.last_dispatch))
+            self._heaps[load, member.role].put(member, _key(load, member))
