@@ -123,7 +123,7 @@ class Simulation:
     """A cluster ready to serve one sequence of requests; made by `build_simulation`.
 
     Attributes:
-        metrics: a record per request, once it has run.
+        metrics: what became of the requests that have ended; calls who wants their records (`on_end`).
         schedulers: of the replicas, for who wants to look inside.
         explanations: what held the requests that `run` was asked to explain, by id.
     """
@@ -251,7 +251,9 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     setup = _resolve(config)
     loop = EventLoop()
     timeline = TimelineRecorder(dict.fromkeys(range(config.replicas), setup.num_blocks)) if config.timeline else None
-    metrics = MetricsCollector(None if timeline is None else timeline.ended)
+    metrics = MetricsCollector()
+    if timeline is not None:
+        metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
     replicas = [
         SimulatedReplica(

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from expediter.core.explanation import Span
-    from expediter.sim.report import Distribution, GroupReport, Report
+    from expediter.sim.distribution import Distribution
+    from expediter.sim.report import GroupReport, Report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
