@@ -39,6 +39,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, Report, build_report
+from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -77,6 +78,7 @@ class SimulationConfig:
         calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
+        timeline: whether the report says how the run went over time, and gives whole distributions.
         jumps: advance runs of equal steps at once; False gives the same results, slower.
     Raises:
         ConfigurationError: a number is out of range.
@@ -115,6 +117,7 @@ class SimulationConfig:
     engine: str = DEFAULT_ENGINE
     calibration: Path | None = None
     step_time: StepTimeModel | None = None
+    timeline: bool = False
     jumps: bool = True
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class Simulation:
     """A cluster ready to serve one sequence of requests; made by `build_simulation`.
 
     Attributes:
-        metrics: a record per request, once it has run.
+        metrics: what became of the requests that have ended; calls who wants their records (`on_end`).
         schedulers: of the replicas, for who wants to look inside.
         explanations: what held the requests that `run` was asked to explain, by id.
     """
@@ -150,6 +153,7 @@ class Simulation:
         metrics: MetricsCollector,
         observers: Observers,
         description: dict[str, Any],
+        timeline: TimelineRecorder | None,
     ) -> None:
         self.metrics = metrics
         self.schedulers = [replica.scheduler for replica in replicas]
@@ -159,6 +163,7 @@ class Simulation:
         self._cluster = cluster
         self._observers = observers
         self._description = description
+        self._timeline = timeline
 
     def run(
         self,
@@ -198,6 +203,7 @@ class Simulation:
             decisions=self._decisions(),
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
+            timeline=self._timeline,
         )
 
     def _decisions(self) -> DecisionReport:
@@ -260,7 +266,11 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             does not fit the GPUs.
     """
     setup = _resolve(config)
-    loop, metrics = EventLoop(), MetricsCollector()
+    loop = EventLoop()
+    timeline = TimelineRecorder(dict.fromkeys(range(config.replicas), setup.num_blocks)) if config.timeline else None
+    metrics = MetricsCollector()
+    if timeline is not None:
+        metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
     replicas = [
         SimulatedReplica(
@@ -290,11 +300,12 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             loop,
             observers,
             jumps=config.jumps,
+            probe=timeline,
         )
         for replica_id in range(config.replicas)
     ]
     cluster = Cluster(replicas, make_router(setup.routing), loop, observers)
-    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup))
+    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup), timeline)
 
 
 def _resolve(config: SimulationConfig) -> _Setup:

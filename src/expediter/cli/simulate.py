@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from expediter.core.explanation import Span
-    from expediter.sim.report import Distribution, GroupReport, Report
+    from expediter.sim.distribution import Distribution
+    from expediter.sim.report import GroupReport, Report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,6 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     out = parser.add_argument_group("output")
     out.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
+    )
+    out.add_argument(
+        "--timeline", action="store_true", help="add to the JSON how the run went over time, and whole distributions"
     )
     out.add_argument(
         "--explain", action="append", default=[], metavar="ID", help="say what held this request; may be repeated"
@@ -174,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         num_blocks=args.num_gpu_blocks_override,
         swap_space_bytes=args.swap_space,
+        timeline=args.timeline,
     )
     trace = prepare_trace(
         args.trace,
