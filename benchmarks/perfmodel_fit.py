@@ -164,13 +164,15 @@ def _fit_experts() -> tuple[float, float, dict[str, ExpertKernels]]:
     for dtype, (name, kernel, size, flops) in _EXPERT_TABLES.items():
         even = _expert_rows(name, kernel, "balanced")
         predict = partial(_predict_experts, even, size, flops, None)
-        found = _fit(f"h100 experts, {dtype}", predict, even[-1], [4e-5, 0.8, 0.6, 30, 1])
+        found = _fit(f"h100 experts, {dtype}", predict, even[-1], [4e-5, 0.8, 0.6, 30, 1, 1, 1e-5])
         kernels[dtype] = ExpertKernels(
             latency_s=found[0],
             bandwidth_share=found[1],
             flops_share=found[2],
             tile_tokens=found[3],
-            move_factor=found[4],
+            row_factor=found[4],
+            token_factor=found[5],
+            group_latency_s=found[6],
         )
         uneven = _expert_rows(name, kernel, "power_law_1.01")
         predictions.append(partial(_predict_experts, uneven, size, flops, found=np.array(found)))
@@ -205,8 +207,8 @@ def _predict_experts(rows: list[Vector], size: float, flops: float, uneven: Vect
     routed = tokens * top_k / groups
     reading = touched * params * size / (bandwidth * found[1])
     computing = 2 * (routed * fullest + touched * found[3]) * params / (flops * found[2])
-    moving = routed * 4 * hidden * 2 / bandwidth * found[4]
-    return np.asarray(found[0] + _smooth_max(reading, computing) + moving)
+    moving = (4 * routed * found[4] + 2 * tokens * found[5]) * 2 * hidden / bandwidth
+    return np.asarray(found[0] + (groups > 1) * found[6] + _smooth_max(reading, computing) + moving)
 
 
 def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[float]:

@@ -23,14 +23,18 @@ class ExpertKernels:
         bandwidth_share: of peak memory bandwidth while weights are read.
         flops_share: of peak FLOP/s.
         tile_tokens: rows by which an expert's tokens are rounded up on average.
-        move_factor: on the time to write and read each row and its result once.
+        row_factor: on the time to write and read each expert's row and its result once.
+        token_factor: on the time to read every token and to write its result, once on every GPU.
+        group_latency_s: further latency where a GPU has only some of the experts.
     """
 
     latency_s: float
     bandwidth_share: float
     flops_share: float
     tile_tokens: float
-    move_factor: float
+    row_factor: float
+    token_factor: float
+    group_latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
