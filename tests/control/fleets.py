@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from expediter.control.fleet import Fleet, ReplicaSnapshot
+from expediter.control.fleet import Fleet, ReplicaProfile, ReplicaSnapshot
 from expediter.control.routing.base import RouteQuery
 from expediter.core.request import Request
 
@@ -18,7 +18,11 @@ class HandFleet:
 
     def join(self, replica_id, role="mixed", **load):
         self.loads[replica_id] = {"num_requests": 0, "num_pending_tokens": 0, **load}
-        self.fleet.join(replica_id, lambda: ReplicaSnapshot(replica_id=replica_id, **self.loads[replica_id]), role=role)
+        self.fleet.join(
+            replica_id,
+            lambda: ReplicaSnapshot(replica_id=replica_id, **self.loads[replica_id]),
+            ReplicaProfile(role=role),
+        )
 
     def set(self, replica_id, **load):
         self.loads[replica_id].update(load)
