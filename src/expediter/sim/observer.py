@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from expediter.control.routing.base import Decision, Refusal
 from expediter.core.events import Event, Finished, Rejected
@@ -21,6 +21,22 @@ class Observer(Protocol):
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         """A replica's scheduler reported events; `Tokens`, one per step, are left out."""
         ...
+
+
+class ReplicaLoad(NamedTuple):
+    """What a replica holds at a moment: requests, those that wait in its inbox included, and KV blocks."""
+
+    num_waiting: int
+    num_running: int
+    num_used_blocks: int
+    num_cached_blocks: int
+
+
+class Probe(Protocol):
+    """Looks into replicas whenever what they hold begins to change in another way: at an arrival, after a plan, and
+    before a step or a jump of steps is applied."""
+
+    def sample(self, replica_id: int, now_s: float, load: ReplicaLoad) -> None: ...
 
 
 class Observers:

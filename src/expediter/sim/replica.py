@@ -15,7 +15,7 @@ from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventKind, EventLoop
-from expediter.sim.observer import Observer
+from expediter.sim.observer import Observer, Probe, ReplicaLoad
 
 _ENDS: Final = (Finished, Rejected)
 
@@ -31,6 +31,7 @@ class SimulatedReplica:
 
     Args:
         jumps: False to run every step as an event of its own, for comparison.
+        probe: looks at the load over time, if anybody wants to.
     Attributes:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
@@ -47,6 +48,7 @@ class SimulatedReplica:
         observer: Observer,
         *,
         jumps: bool = True,
+        probe: Probe | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.scheduler = scheduler
@@ -58,6 +60,7 @@ class SimulatedReplica:
         self._loop = loop
         self._observer = observer
         self._jumps = jumps
+        self._probe = probe
         self._inbox: list[Sequence[Request]] = []
         self._num_inbox_tokens = 0
         self._num_context_tokens = 0
@@ -85,6 +88,7 @@ class SimulatedReplica:
         for request in group:
             self._prompt_tokens[request.request_id] = request.num_prompt_tokens
             self._num_context_tokens += request.num_prompt_tokens
+        self._look(now_s)
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:
@@ -114,6 +118,7 @@ class SimulatedReplica:
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)
         self._emit(plan.events)
+        self._look(now_s)
         if plan.events:
             self.on_load_change()
         if plan.is_empty:
@@ -138,6 +143,7 @@ class SimulatedReplica:
         assert plan is not None
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
+        self._look(now_s)
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
@@ -145,6 +151,14 @@ class SimulatedReplica:
         if plan.features.num_prefill_tokens:
             self.on_load_change()
         self._wake(now_s)
+
+    def _look(self, now_s: float) -> None:
+        if self._probe is not None:
+            num_running, kv = self.scheduler.num_running, self.scheduler.kv
+            load = ReplicaLoad(
+                len(self._prompt_tokens) - num_running, num_running, kv.num_used_blocks, kv.num_cached_blocks
+            )
+            self._probe.sample(self.replica_id, now_s, load)
 
     def _emit(self, events: list[Event]) -> None:
         facts = [event for event in events if type(event) is not Tokens]
