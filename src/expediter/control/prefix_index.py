@@ -208,7 +208,7 @@ def prefix_keys(tokens: TokenArray, salt: str, block_tokens: int) -> PrefixKeys:
     blocks *= np.uint64(0x94D049BB133111EB)
     blocks ^= blocks >> np.uint64(31)
     if salt:
-        blocks[0] += np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8).digest(), np.uint64)[0]
+        blocks[:1] += np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8).digest(), np.uint64)
     keys: PrefixKeys = blocks.cumsum(dtype=np.uint64).tolist()
     return keys
 
