@@ -162,7 +162,8 @@ def test_swap_space_is_counted_in_the_models_blocks():
 
 def assert_conserved(report, log, num_requests):
     counts = report.requests
-    assert counts.arrived == num_requests == len(times(log, "queued")) == len(times(log, "routed"))
+    refused = [line for line in log if line["event"] == "rejected" and line["reason"] == "overloaded"]
+    assert counts.arrived == num_requests == len(times(log, "queued")) == len(times(log, "routed")) + len(refused)
     assert counts.arrived == counts.finished + counts.rejected + counts.unservable + counts.aborted
     ends = Counter(line["request"] for line in log if line["event"] in {"finished", "rejected"})
     assert len(ends) == num_requests
