@@ -134,8 +134,8 @@ _VLLM: Final = Served(backend="vllm", version="0.12", model="Qwen3-32B", shape="
 _TRTLLM: Final = Served(backend="trtllm", model="Llama-3.1-8B-Instruct", shape="llama-3.1-8b")
 _SGLANG: Final = Served(backend="sglang", model="Qwen3-32B", shape="qwen3-32b", interference=0.6)
 _VLLM_70B: Final = Served(backend="vllm", model="Llama-3.1-70B", shape="llama-3.1-70b-fp8", mode="fp8")
-"""vLLM's three rows of Qwen3-32B in fp8 are left out: their tokens come faster than weights and bfloat16 KV of that load
-can be read at peak bandwidth."""
+"""vLLM's three rows of Qwen3-32B in fp8 are left out: their tokens come faster than weights and bfloat16 KV of that
+load can be read at peak bandwidth."""
 _TRTLLM_32B: Final = Served(backend="trtllm", model="Qwen3-32B", shape="qwen3-32b-fp8", mode="fp8")
 _TRTLLM_MOE: Final = Served(
     backend="trtllm", version="1.0", model="Qwen3-235B-A22B-FP8", shape="qwen3-235b-a22b-fp8", mode="fp8_block"

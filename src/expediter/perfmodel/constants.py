@@ -92,14 +92,14 @@ class Engine:
     Args:
         step_s: host time of a step that overlaps nothing.
         prefill_step_s: the same, in steps with a prompt chunk only.
-        seq_s: per entry of the batch (sampling, tables, output).
+        seq_s: per entry of the batch (sampling, tables, output); launches overlap it.
         decode_launch_s: host time to launch a decode without a CUDA graph; it overlaps the GPU's time.
         prefill_launch_s: host time to launch a step with a prompt chunk; it overlaps the GPU's time.
         compute_factor: on the time of compute-bound products and prefill attention.
         memory_factor: on the time to read weights and KV.
         all_reduce_factor: on the time that data of all-reduces take.
         bulk_all_reduce_factor: further cost of all-reduces at or above `bulk_bytes`, as a multiple of the time that the
-            message takes over one link, per GPU of the group.
+            part of the message from beyond a pair of GPUs takes over the link to the host.
         bulk_bytes: message size from which that holds.
     """
 
