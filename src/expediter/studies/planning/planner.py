@@ -1,0 +1,289 @@
+"""The planner: bounds, search, and a closer look at the cheapest set-ups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
+from expediter.core.errors import ConfigurationError
+from expediter.sim.trace import Trace, TraceSummary, trace_summary
+from expediter.studies.planning.bounds import Bound, Bounds
+from expediter.studies.planning.demand import demand_of
+from expediter.studies.planning.limits import Limit, limit_of
+from expediter.studies.planning.search import Budget, Search, Size, rungs_of, search
+from expediter.studies.planning.setups import SearchSpace, Setup
+from expediter.studies.planning.trial import Measured, Traffic, Trial, load_traffic, measure
+from expediter.studies.workers import Task, Workers
+
+_MORE_LOAD: Final = (1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+"""Multiples of the arrival rate at which the cheapest set-ups are tried."""
+
+Told = Callable[[str, int], None]
+"""Told what is being done and how many simulations are over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """A question to the planner.
+
+    Args:
+        traffic: the requests to serve.
+        space: what may be chosen.
+        base: model, targets, engine and limits; what a set-up decides is ignored in it.
+        attainment: share of the requests that must meet all their targets, in (0, 1].
+        top: set-ups to find and to look at closely.
+        seeds: draws of the traffic that those must serve.
+        max_simulations: most simulations in all.
+        max_s: most real time; with it the answer may depend on the machine.
+    Raises:
+        ConfigurationError: a number is out of range, or `base` has a step-time model of its own, which no GPU changes.
+    """
+
+    traffic: Traffic
+    space: SearchSpace
+    base: SimulationConfig = field(default_factory=lambda: SimulationConfig(slo=DEFAULT_SLO))
+    attainment: float = 0.99
+    top: int = 5
+    seeds: int = 3
+    max_simulations: int = 400
+    max_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attainment <= 1:
+            raise ConfigurationError(f"attainment must lie in (0, 1], not {self.attainment}")
+        for name in ("top", "seeds", "max_simulations"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_s is not None and not self.max_s > 0:
+            raise ConfigurationError(f"the time to plan must be above 0 s, not {self.max_s}")
+        if self.base.step_time is not None:
+            raise ConfigurationError("a plan compares GPUs; a step-time model of one's own says nothing of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A set-up of some size, as it served the whole trace."""
+
+    setup: Setup
+    replicas: int
+    num_gpus: int
+    cost_per_hour: float
+    meets: bool
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A set-up that meets the targets, at its least size.
+
+    Attributes:
+        point: how it served the trace.
+        bears: largest multiple of the arrival rate, of those tried, that it served as well; 1 for none above.
+        fails_at: least multiple above that at which it did not; None if it bore all that were tried.
+        limit: what breaks first, from the run at `fails_at`, or at one replica less if there is none.
+        attainments: under each seed, the first being the search's own.
+    """
+
+    point: Point
+    bears: float
+    fails_at: float | None
+    limit: Limit
+    attainments: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The planner's answer.
+
+    Attributes:
+        model, attainment: of the question.
+        choices: the cheapest set-ups that meet the targets, cheapest first; of equal cost, the one that bears most.
+        nearest: if there are none, the set-up that came nearest, and why it fails.
+        frontier: every set-up that was simulated on the whole trace.
+        ruled_out: set-ups that no number of replicas helps, by reason.
+        num_setups: that were to choose from.
+        num_dropped: set-ups that a shorter trace ruled out.
+        num_simulations: spent.
+        is_complete: whether the search came to its end within its budget.
+        trace: what was asked for.
+    """
+
+    model: str
+    attainment: float
+    choices: Sequence[Choice]
+    nearest: tuple[Point, Limit] | None
+    frontier: Sequence[Point]
+    ruled_out: Mapping[str, Sequence[Setup]]
+    num_setups: int
+    num_dropped: int
+    num_simulations: int
+    is_complete: bool
+    trace: TraceSummary
+
+    def to_json(self) -> bytes:
+        """Return the plan as indented JSON with a final newline."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+def make_plan(config: PlanConfig, workers: Workers, told: Told | None = None) -> Plan:
+    """Search for the cheapest set-ups; the same question has the same answer, whatever the workers.
+
+    Args:
+        workers: run the simulations.
+        told: of progress.
+    Raises:
+        ConfigurationError: the traffic or the model cannot be used, or no set-up can hold the model.
+    """
+    return _Planner(config, workers, told).plan()
+
+
+class _Planner:
+    def __init__(self, config: PlanConfig, workers: Workers, told: Told | None) -> None:
+        self._config = config
+        self._workers = workers
+        self._told = told
+        self._budget = Budget(config.max_simulations, config.max_s)
+        self._num_done = 0
+        self._points: dict[Size, Point] = {}
+
+    def plan(self) -> Plan:
+        config = self._config
+        trace = load_traffic(config.traffic, 0)
+        setups = config.space.setups(config.base.model)
+        bounds = self._bounds(setups, trace)
+        possible = {setup: bound.min_replicas for setup, bound in bounds.items() if bound.reason is None}
+        found = search(
+            possible,
+            list(rungs_of(len(trace))),
+            self._passes,
+            max_gpus=config.space.max_gpus,
+            top=config.top,
+            budget=self._budget,
+        )
+        choices = self._choices(found)
+        ruled_out: dict[str, list[Setup]] = {}
+        for setup, bound in bounds.items():
+            if bound.reason is not None:
+                ruled_out.setdefault(bound.reason, []).append(setup)
+        return Plan(
+            model=config.base.model,
+            attainment=config.attainment,
+            choices=choices,
+            nearest=None if choices else self._nearest(),
+            frontier=sorted(self._points.values(), key=_by_cost),
+            ruled_out=ruled_out,
+            num_setups=len(setups),
+            num_dropped=len(found.dropped),
+            num_simulations=self._num_done,
+            is_complete=found.is_complete,
+            trace=trace_summary(trace),
+        )
+
+    def _bounds(self, setups: Sequence[Setup], trace: Trace) -> dict[Setup, Bound]:
+        config = self._config
+        demand = demand_of(trace, config.base.slo, config.base.slo_classes)
+        of = Bounds(config.base, demand, config.attainment).of
+        return {setup: of(setup) for setup in setups}
+
+    def _trial(self, size: Size, **how: Any) -> Trial:  # noqa: ANN401 - fields of Trial
+        config = self._config
+        return Trial(
+            config=size.setup.simulation(config.base, size.replicas),
+            traffic=config.traffic,
+            attainment=config.attainment,
+            **how,
+        )
+
+    def _run(self, doing: str, trials: Sequence[tuple[Size, Trial]]) -> list[Measured]:
+        def progress(_: int, __: str) -> None:
+            self._num_done += 1
+            if self._told is not None:
+                self._told(doing, self._num_done)
+
+        tasks = [
+            Task(label=size.setup.describe(size.replicas), call=partial(measure, trial)) for size, trial in trials
+        ]
+        return list(self._workers.run(tasks, progress))
+
+    def _passes(self, sizes: Sequence[Size], limit: int | None) -> list[bool]:
+        doing = "the whole trace" if limit is None else f"{limit} requests"
+        results = self._run(doing, [(size, self._trial(size, limit=limit)) for size in sizes])
+        if limit is None:
+            for size, measured in zip(sizes, results, strict=True):
+                self._points[size] = Point(
+                    setup=size.setup,
+                    replicas=size.replicas,
+                    num_gpus=size.setup.num_gpus(size.replicas),
+                    cost_per_hour=size.cost_per_hour,
+                    meets=self._meets(measured),
+                    measured=measured,
+                )
+        return [self._meets(measured) for measured in results]
+
+    def _meets(self, measured: Measured) -> bool:
+        return measured.attainment >= self._config.attainment - 1e-12
+
+    def _choices(self, found: Search) -> list[Choice]:
+        passed = [self._points[Size(b.setup, b.passed)] for b in found.brackets if b.passed is not None]
+        passed.sort(key=lambda point: (point.cost_per_hour, -_least_slack(point.measured)))
+        passed = passed[: self._config.top]
+        margins = self._margins([Size(point.setup, point.replicas) for point in passed])
+        attainments = self._attainments(passed)
+        choices = []
+        for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True):
+            if failed is None:
+                smaller = self._points.get(Size(point.setup, point.replicas - 1))
+                failed = None if smaller is None else smaller.measured
+            choices.append(
+                Choice(point=point, bears=bears, fails_at=fails_at, limit=limit_of(failed), attainments=shares)
+            )
+        return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
+
+    def _margins(self, sizes: Sequence[Size]) -> list[tuple[float, float | None, Measured | None]]:
+        """Return, for each, the largest load it bears, the least above at which it fails, and the run there."""
+        low, high = [-1] * len(sizes), [len(_MORE_LOAD)] * len(sizes)
+        failed: list[Measured | None] = [None] * len(sizes)
+        while open_ := [i for i in range(len(sizes)) if high[i] - low[i] > 1]:
+            middles = {i: (low[i] + high[i]) // 2 for i in open_}
+            trials = [(sizes[i], self._trial(sizes[i], rate_scale=_MORE_LOAD[middles[i]])) for i in open_]
+            for i, measured in zip(open_, self._run("more load", trials), strict=True):
+                if self._meets(measured):
+                    low[i] = middles[i]
+                else:
+                    high[i], failed[i] = middles[i], measured
+        return [
+            (
+                1.0 if low[i] < 0 else _MORE_LOAD[low[i]],
+                None if high[i] == len(_MORE_LOAD) else _MORE_LOAD[high[i]],
+                failed[i],
+            )
+            for i in range(len(sizes))
+        ]
+
+    def _attainments(self, points: Sequence[Point]) -> list[list[float]]:
+        seeds = range(1, self._config.seeds)
+        sizes = [Size(point.setup, point.replicas) for point in points]
+        trials = [(size, self._trial(size, seed=seed)) for size in sizes for seed in seeds]
+        shares = iter(self._run("other seeds", trials))
+        return [[point.measured.attainment, *(next(shares).attainment for _ in seeds)] for point in points]
+
+    def _nearest(self) -> tuple[Point, Limit] | None:
+        if not self._points:
+            return None
+        point = max(self._points.values(), key=lambda p: (p.measured.attainment, -p.cost_per_hour))
+        return point, limit_of(point.measured)
+
+
+def _least_slack(measured: Measured) -> float:
+    return min(measured.slack.values(), default=math.inf)
+
+
+def _by_cost(point: Point) -> tuple[Any, ...]:
+    setup = point.setup
+    return point.cost_per_hour, setup.gpu, setup.tensor_parallel, setup.preset, setup.max_num_batched_tokens or 0
