@@ -7,7 +7,7 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ from expediter.assembly.traces import load_trace
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
+from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
@@ -147,6 +148,11 @@ class Simulation:
         self._observers = observers
         self._description = description
         self._timeline = timeline
+
+    def watch_steps(self, told: Callable[[StepFeatures, Sequence[float]], None]) -> None:
+        """Tell of every replica's steps (`SimulatedReplica.on_steps`)."""
+        for replica in self._replicas:
+            replica.on_steps = told
 
     def run(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -14,9 +15,12 @@ from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
 from expediter.core.errors import ConfigurationError
 from expediter.sim.trace import Trace, TraceSummary, trace_summary
 from expediter.studies.planning.bounds import Bound, Bounds
+from expediter.studies.planning.coverage import borrowed
 from expediter.studies.planning.demand import demand_of
 from expediter.studies.planning.limits import Limit, limit_of
+from expediter.studies.planning.remarks import remarks_on
 from expediter.studies.planning.search import Budget, Search, Size, rungs_of, search
+from expediter.studies.planning.serve_command import ServeCommand, serve_command
 from expediter.studies.planning.setups import SearchSpace, Setup
 from expediter.studies.planning.trial import Measured, Traffic, Trial, load_traffic, measure
 from expediter.studies.workers import Task, Workers
@@ -88,6 +92,8 @@ class Choice:
         fails_at: least multiple above that at which it did not; None if it bore all that were tried.
         limit: what breaks first, from the run at `fails_at`, or at one replica less if there is none.
         attainments: under each seed, the first being the search's own.
+        command: how to serve it.
+        borrowed: which of its step times' constants were not measured on its GPU.
     """
 
     point: Point
@@ -95,6 +101,22 @@ class Choice:
     fails_at: float | None
     limit: Limit
     attainments: Sequence[float]
+    command: ServeCommand
+    borrowed: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuledOut:
+    """Set-ups of one kind and split that no number of replicas helps.
+
+    Attributes:
+        num_setups: their presets and budgets.
+    """
+
+    gpu: str
+    tensor_parallel: int
+    reason: str
+    num_setups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +127,8 @@ class Plan:
         model, attainment: of the question.
         choices: the cheapest set-ups that meet the targets, cheapest first; of equal cost, the one that bears most.
         nearest: if there are none, the set-up that came nearest, and why it fails.
-        frontier: every set-up that was simulated on the whole trace.
-        ruled_out: set-ups that no number of replicas helps, by reason.
+        points: every set-up that was simulated on the whole trace, by cost.
+        ruled_out: set-ups that were not simulated, since no number of replicas helps them.
         num_setups: that were to choose from.
         num_dropped: set-ups that a shorter trace ruled out.
         num_simulations: spent.
@@ -118,13 +140,27 @@ class Plan:
     attainment: float
     choices: Sequence[Choice]
     nearest: tuple[Point, Limit] | None
-    frontier: Sequence[Point]
-    ruled_out: Mapping[str, Sequence[Setup]]
+    points: Sequence[Point]
+    ruled_out: Sequence[RuledOut]
     num_setups: int
     num_dropped: int
     num_simulations: int
     is_complete: bool
     trace: TraceSummary
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to keep in mind, in sentences."""
+        return list(remarks_on(self))
+
+    @property
+    def frontier(self) -> list[Point]:
+        """Points than which none that costs as much or less has a higher attainment, cheapest first."""
+        best: list[Point] = []
+        for point in sorted(self.points, key=lambda p: (p.cost_per_hour, -p.measured.attainment)):
+            if not best or point.measured.attainment > best[-1].measured.attainment:
+                best.append(point)
+        return best
 
     def to_json(self) -> bytes:
         """Return the plan as indented JSON with a final newline."""
@@ -167,17 +203,21 @@ class _Planner:
             budget=self._budget,
         )
         choices = self._choices(found)
-        ruled_out: dict[str, list[Setup]] = {}
-        for setup, bound in bounds.items():
-            if bound.reason is not None:
-                ruled_out.setdefault(bound.reason, []).append(setup)
+        reasons = Counter(
+            (setup.gpu, setup.tensor_parallel, bound.reason)
+            for setup, bound in bounds.items()
+            if bound.reason is not None
+        )
         return Plan(
             model=config.base.model,
             attainment=config.attainment,
             choices=choices,
             nearest=None if choices else self._nearest(),
-            frontier=sorted(self._points.values(), key=_by_cost),
-            ruled_out=ruled_out,
+            points=sorted(self._points.values(), key=_by_cost),
+            ruled_out=[
+                RuledOut(gpu=gpu, tensor_parallel=n, reason=reason, num_setups=num)
+                for (gpu, n, reason), num in reasons.items()
+            ],
             num_setups=len(setups),
             num_dropped=len(found.dropped),
             num_simulations=self._num_done,
@@ -240,8 +280,17 @@ class _Planner:
             if failed is None:
                 smaller = self._points.get(Size(point.setup, point.replicas - 1))
                 failed = None if smaller is None else smaller.measured
+            base = self._config.base
             choices.append(
-                Choice(point=point, bears=bears, fails_at=fails_at, limit=limit_of(failed), attainments=shares)
+                Choice(
+                    point=point,
+                    bears=bears,
+                    fails_at=fails_at,
+                    limit=limit_of(failed),
+                    attainments=shares,
+                    command=serve_command(point.setup, point.replicas, base),
+                    borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
+                )
             )
         return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
 

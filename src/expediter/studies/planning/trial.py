@@ -106,10 +106,12 @@ def measure(trial: Trial) -> Measured:
     trace = load_traffic(trial.traffic, trial.seed)
     trace = trace if trial.limit is None else trace.take(trial.limit)
     watch = StepWatch(trial.config.engine)
-    simulation = build_simulation(trial.config)
+    simulation = build_simulation(replace(trial.config, timeline=True))
+    simulation.watch_steps(watch.add)
     report = simulation.run(trace if trial.rate_scale == 1 else trace.at_rate(trial.rate_scale))
     records = simulation.metrics.records
     assert report.slo_attainment is not None  # a trace has requests
+    assert report.timeline is not None
     return Measured(
         num_requests=len(records),
         attainment=report.slo_attainment,
@@ -127,7 +129,7 @@ def measure(trial: Trial) -> Measured:
         goodput_rps=report.goodput_rps,
         simulated_s=report.simulated_s,
         prompt_time_share=watch.prompt_s / watch.total_s if watch.total_s else 0.0,
-        peak_kv_use=0.0,
+        peak_kv_use=max(report.timeline.kv_used_share_highest),
         coverage=watch.coverage,
     )
 
