@@ -168,17 +168,23 @@ def _traffic(args: argparse.Namespace) -> Traffic:
 
 
 def _lengths(text: str, flag: str) -> tuple[float, float]:
-    mean, cv = (*_numbers(text, flag, float), 1.0)[:2]
-    return mean, cv
+    """Return MEAN and CV of `MEAN[,CV]`; 1 if the latter is left out."""
+    from expediter.core.errors import ConfigurationError
+
+    mean, has_cv, cv = text.partition(",")
+    try:
+        return float(mean), float(cv) if has_cv else 1.0
+    except ValueError:
+        raise ConfigurationError(f"{flag} takes MEAN or MEAN,CV, not {text!r}") from None
 
 
-def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]:
+def _integers(text: str, flag: str) -> tuple[int, ...]:
     from expediter.core.errors import ConfigurationError
 
     try:
-        return [kind(part) for part in text.split(",")]
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigurationError(f"{flag} takes numbers with commas between them, not {text!r}") from None
+        raise ConfigurationError(f"{flag} takes integers with commas between them, not {text!r}") from None
 
 
 def _space(args: argparse.Namespace) -> SearchSpace:
@@ -193,14 +199,12 @@ def _space(args: argparse.Namespace) -> SearchSpace:
             prices[kind] = float(price) if has_price else gpu_named(kind).price_per_hour
         except ValueError:
             raise ConfigurationError(f"--gpu takes KIND or KIND=DOLLARS, not {text!r}") from None
-    budgets = DEFAULT_BUDGETS
-    if args.max_num_batched_tokens is not None:
-        budgets = tuple(map(int, _numbers(args.max_num_batched_tokens, "--max-num-batched-tokens", int)))
+    budgets = args.max_num_batched_tokens
     return SearchSpace(
         gpus=prices,
-        tensor_parallel=() if args.tp is None else tuple(map(int, _numbers(args.tp, "--tp", int))),
+        tensor_parallel=() if args.tp is None else _integers(args.tp, "--tp"),
         presets=DEFAULT_PRESETS if args.preset is None else tuple(args.preset.split(",")),
-        budgets=budgets,
+        budgets=DEFAULT_BUDGETS if budgets is None else _integers(budgets, "--max-num-batched-tokens"),
         max_gpus=args.max_gpus,
     )
 

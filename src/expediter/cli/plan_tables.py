@@ -28,8 +28,7 @@ def print_plan(plan: Plan) -> None:
     if plan.choices:
         console.print(_choices_table(plan.choices))
         for number, choice in enumerate(plan.choices, 1):
-            at = "" if choice.fails_at is None else f" at {choice.fails_at:g} times the load"
-            console.print(f"{number}. breaks first{at}: {choice.limit.words}")
+            console.print(f"{number}. {_latencies(choice.point)}. {_breaks(choice)}")
         console.print("\nTo serve:")
         for number, choice in enumerate(plan.choices, 1):
             console.print(f"{number}. {choice.command.line}")
@@ -46,27 +45,38 @@ def print_plan(plan: Plan) -> None:
 
 
 def _choices_table(choices: Sequence[Choice]) -> Table:
-    names = ("", "set-up", "$/h", "GPUs", "attained", "bears", "TTFT p90", "slack", "TPOT p90", "slack", "breaks first")
-    table = Table(*names)
-    for column in table.columns[2:10]:
+    table = Table("", "replicas", "preset", "$/h", "attained", "bears", "breaks first")
+    for column in table.columns[3:6]:
         column.justify = "right"
     for number, choice in enumerate(choices, 1):
-        point, measured = choice.point, choice.point.measured
+        setup, limit = choice.point.setup, choice.limit
+        budget = "" if setup.max_num_batched_tokens is None else f" {setup.max_num_batched_tokens}"
         low, high = (f"{share:.1%}" for share in (min(choice.attainments), max(choice.attainments)))
         table.add_row(
             str(number),
-            point.setup.describe(point.replicas),
-            f"{point.cost_per_hour:.2f}",
-            str(point.num_gpus),
+            f"{choice.point.replicas} x {setup.tensor_parallel} {setup.gpu}",
+            f"{setup.preset}{budget}",
+            f"{choice.point.cost_per_hour:.2f}",
             low if low == high else f"{low} to {high}",
             f"{choice.bears:.2f}x",
-            _seconds(measured.ttft_s.p90),
-            _slack(point, "ttft"),
-            _seconds(measured.tpot_s.p90),
-            _slack(point, "tpot"),
-            " ".join(part for part in (choice.limit.target.upper(), choice.limit.cause) if part),
+            " ".join(part for part in (limit.target.upper(), limit.cause) if part),
         )
     return table
+
+
+def _latencies(point: Point) -> str:
+    measured = point.measured
+    said = [
+        f"{name.upper()} p90 {_seconds(getattr(measured, f'{name}_s').p90)}, {slack:.0%} of the target to spare"
+        for name, slack in measured.slack.items()
+    ]
+    return "; ".join(said) or "no targets"
+
+
+def _breaks(choice: Choice) -> str:
+    if choice.fails_at is None:
+        return f"Bears {choice.bears:g} times the load, the most that was tried"
+    return f"At {choice.fails_at:g} times the load {choice.limit.words}"
 
 
 def _frontier_table(points: Sequence[Point]) -> Table:
@@ -102,8 +112,3 @@ def _print_failure(plan: Plan, console: Console) -> None:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g} s"
-
-
-def _slack(point: Point, name: str) -> str:
-    slack = point.measured.slack.get(name)
-    return "-" if slack is None else f"{slack:.0%}"

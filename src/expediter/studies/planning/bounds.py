@@ -19,6 +19,7 @@ of `RooflineModel` are once launches and the jump of large all-reduces are left 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -34,6 +35,7 @@ from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.roofline import RooflineModel, kv_capacity
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import limits_with_budget
+from expediter.scheduling.config import SchedulerConfig
 from expediter.studies.planning.demand import Demand, Floats, Ints
 from expediter.studies.planning.setups import Setup
 
@@ -137,7 +139,7 @@ class Bounds:
         own = self._base.prefix_caching
         return load_preset(setup.preset).prefix_caching if own is None else own
 
-    def _limits(self, setup: Setup):  # type: ignore[no-untyped-def]
+    def _limits(self, setup: Setup) -> SchedulerConfig:
         preset = load_preset(setup.preset)
         limits = replace(preset.scheduler, max_num_seqs=setup.max_num_seqs(self._base))
         if self._base.max_model_len is not None:
@@ -163,9 +165,7 @@ class Bounds:
             demand = self._demand
             # A full hit still computes one token.
             prefix = np.minimum(demand.reusable_tokens, demand.input_tokens - 1) if caches else 0 * demand.input_tokens
-            ttft_s = _per_pair(
-                lambda num, cached: replica.prefill_s(num, cached), demand.input_tokens - prefix, prefix
-            )
+            ttft_s = _per_pair(replica.prefill_s, demand.input_tokens - prefix, prefix)
             tpot_s = _per_pair(lambda context, _: replica.decode_s(1, context), demand.input_tokens + 1, prefix * 0)
             tpot_s[demand.output_tokens < 2] = 0.0
             self._alone[key] = ttft_s * _ROUNDING, tpot_s * _ROUNDING
@@ -217,7 +217,8 @@ def _sizes(largest: int) -> list[int]:
     return sorted({largest, *(max(1, largest * part // 32) for part in range(1, 32))})
 
 
-def _per_pair(function, first: Ints, second: Ints) -> Floats:  # type: ignore[no-untyped-def]
+def _per_pair(function: Callable[[int, int], float], first: Ints, second: Ints) -> Floats:
+    """Return the function's value of each pair, asked for once per distinct pair."""
     pairs, places = np.unique(np.stack([first, second]), axis=1, return_inverse=True)
     values = np.array([function(int(a), int(b)) for a, b in pairs.T.tolist()], np.float64)
     return values[places.reshape(-1)]

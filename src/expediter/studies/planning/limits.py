@@ -48,17 +48,17 @@ def limit_of(measured: Measured | None) -> Limit:
     if measured is None or not any(measured.missed.values()):
         return Limit(target="", cause="none found", words="it bore every load that was tried")
     target, num = max(measured.missed.items(), key=lambda item: item[1])
-    share = f"{num / measured.num_requests:.1%} of the requests "
+    whose = f"{num / measured.num_requests:.1%} of the requests "
     if target == "refused":
-        return Limit(target=target, cause="memory", words=f"{share}are refused")
+        return Limit(target=target, cause="memory", words=f"{whose}are refused")
     if target == "ttft":
-        return _late_first_token(measured, share)
-    return _late_later_tokens(measured, target, share)
+        return _late_first_token(measured, whose)
+    return _late_later_tokens(measured, target, whose)
 
 
 def _late_first_token(measured: Measured, share: float) -> Limit:
     queueing = measured.late_queueing_share or 0.0
-    words = f"{share}have a late first token; {queueing:.0%} of their wait is before they are scheduled"
+    words = f"{whose}have a late first token; {queueing:.0%} of their wait is before they are scheduled"
     if queueing < _MOSTLY:
         return Limit(target="ttft", cause="prefill", words=f"{words}: their own prompts take too long")
     held = {reason: seconds for reason, seconds in measured.held_s.items() if reason in _HOLDERS}
@@ -71,7 +71,7 @@ def _late_first_token(measured: Measured, share: float) -> Limit:
 
 def _late_later_tokens(measured: Measured, target: str, share: float) -> Limit:
     name = "gaps between tokens are" if target == "tpot" else "ends are"
-    words = f"{share}miss {target.upper()}: their {name} late"
+    words = f"{whose}miss {target.upper()}: their {name} late"
     if measured.num_preemptions > measured.num_requests * _MANY_PREEMPTIONS:
         return Limit(target=target, cause="memory", words=f"{words}; {measured.num_preemptions} preemptions")
     prompts = measured.prompt_time_share

@@ -277,16 +277,15 @@ class _Planner:
         attainments = self._attainments(passed)
         choices = []
         for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True):
-            if failed is None:
-                smaller = self._points.get(Size(point.setup, point.replicas - 1))
-                failed = None if smaller is None else smaller.measured
+            smaller = self._points.get(Size(point.setup, point.replicas - 1))
+            broken = smaller.measured if failed is None and smaller is not None else failed
             base = self._config.base
             choices.append(
                 Choice(
                     point=point,
                     bears=bears,
                     fails_at=fails_at,
-                    limit=limit_of(failed),
+                    limit=limit_of(broken),
                     attainments=shares,
                     command=serve_command(point.setup, point.replicas, base),
                     borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),

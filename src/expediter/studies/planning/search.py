@@ -23,7 +23,7 @@ _ROUND: Final = 8
 """Simulations of one round, whatever the number of workers: the answer must not depend on the machine."""
 _GROWTH: Final = 1.5
 _SLACK: Final = 1.25
-"""On short traces, set-ups stay in whose cost is within this factor of the `top` cheapest: sizes there are estimates."""
+"""On short traces, where sizes are estimates, set-ups stay in whose cost is within this factor of the `top` cheapest."""
 
 
 class Size(NamedTuple):

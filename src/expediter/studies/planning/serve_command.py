@@ -27,7 +27,7 @@ def serve_command(setup: Setup, replicas: int, base: SimulationConfig) -> ServeC
     words = ["expediter", "serve", model, "--replicas", str(replicas), "--preset", setup.preset]
     flags = {
         "--max-num-batched-tokens": config.max_num_batched_tokens,
-        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-seqs": base.max_num_seqs,
         "--max-model-len": config.max_model_len,
         "--block-size": config.block_size,
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 from expediter.assembly.presets import Preset, load_preset
 from expediter.assembly.simulation import SimulationConfig
@@ -65,13 +65,6 @@ class Setup:
         """Return the set-up in a few words."""
         budget = "" if self.max_num_batched_tokens is None else f", budget {self.max_num_batched_tokens}"
         return f"{size} x {self.tensor_parallel} {self.gpu}, {self.preset}{budget}"
-
-
-class Refused(NamedTuple):
-    """A set-up that cannot exist, and why."""
-
-    setup: Setup
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
