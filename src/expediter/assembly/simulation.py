@@ -326,11 +326,11 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
         step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         num_blocks = kv_capacity(
             shape,
             gpu,
@@ -341,7 +341,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         tier = host_tier_size(
             shape,
             gpu,
@@ -369,7 +369,12 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
-def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    """Return the model and the GPU that a configuration names.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
     shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
     return shape, gpu_named(config.gpu, config.prices)
 

@@ -59,9 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace", metavar="NAME|FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl; or: demo"
-    )
+    group.add_argument("--trace", metavar="NAME|FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl; or: demo")
     group.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="rate as a multiple of the trace's (default: 1)"
     )
@@ -91,9 +89,11 @@ def _add_space_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KIND[=PRICE]",
-        help="kind that may be used, in US dollars per GPU and hour if not at list price; may be repeated (default: all)",
+        help="kind that may be used, in US dollars per GPU and hour if not at list price; repeatable (default: all)",
     )
-    group.add_argument("--tp", metavar="N,N", help="GPUs per replica (default: powers of two within a node)")
+    group.add_argument("--tp", metavar="N,N", help="GPUs that share each layer (default: powers of two within a node)")
+    group.add_argument("--pp", default="1,2", metavar="N,N", help="pipeline stages (default: %(default)s)")
+    group.add_argument("--ep", default="1", metavar="N,N", help="groups that share experts (default: %(default)s)")
     group.add_argument("--preset", metavar="NAME,NAME", help="compositions of scheduling parts (default: some)")
     group.add_argument(
         "--max-num-batched-tokens", metavar="N,N", help="token budgets of a step (default: 512,2048,8192)"
@@ -151,7 +151,9 @@ def _traffic(args: argparse.Namespace) -> Traffic:
     if args.trace is not None:
         for name in ("input_tokens", "output_tokens", "requests"):
             if getattr(args, name) is not None:
-                raise ConfigurationError(f"--{name.replace('_', '-')} is for generated traffic (--rate), not for a trace")
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')} is for generated traffic (--rate), not for a trace"
+                )
         return TraceSpec(name=args.trace, rate_scale=args.rate_scale, limit=args.limit, seed=args.seed)
     input_mean, input_cv = _lengths(args.input_tokens or "1024", "--input-tokens")
     output_mean, output_cv = _lengths(args.output_tokens or "256", "--output-tokens")
@@ -203,6 +205,8 @@ def _space(args: argparse.Namespace) -> SearchSpace:
     return SearchSpace(
         gpus=prices,
         tensor_parallel=() if args.tp is None else _integers(args.tp, "--tp"),
+        pipeline_parallel=_integers(args.pp, "--pp"),
+        expert_parallel=_integers(args.ep, "--ep"),
         presets=DEFAULT_PRESETS if args.preset is None else tuple(args.preset.split(",")),
         budgets=DEFAULT_BUDGETS if budgets is None else _integers(budgets, "--max-num-batched-tokens"),
         max_gpus=args.max_gpus,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from expediter.studies.planning.planner import Choice, Plan, Point
+    from expediter.studies.planning.answer import Choice, Plan, Point
 
 _SHOWN_POINTS: Final = 10
 _SHOWN_REASONS: Final = 12
@@ -17,13 +17,15 @@ _SHOWN_REASONS: Final = 12
 
 def print_plan(plan: Plan) -> None:
     """Print the choices, or what came nearest; then what they cost against what they reach, and how sure this is."""
+    from expediter.studies.planning.remarks import remarks_on
+
     console = Console(highlight=False, soft_wrap=True)
     trace = plan.trace
     rate = "all at once" if trace.mean_rate_rps is None else f"{trace.mean_rate_rps:.3g} requests/s"
     console.print(
         f"[bold]{plan.model}[/] for [bold]{trace.name}[/]: {trace.num_requests} requests, {rate}, input "
-        f"{trace.input_tokens_mean:.0f} tokens, output {trace.output_tokens_mean:.0f} on average; {plan.attainment:.1%} "
-        "of them must meet their targets"
+        f"{trace.input_tokens_mean:.0f} tokens, output {trace.output_tokens_mean:.0f} on average; "
+        f"{plan.attainment:.1%} of them must meet their targets"
     )
     if plan.choices:
         console.print(_choices_table(plan.choices))
@@ -40,7 +42,7 @@ def print_plan(plan: Plan) -> None:
         console.print("\nMore money reaches more:")
         console.print(_frontier_table(plan.frontier))
     console.print()
-    for line in plan.remarks:
+    for line in remarks_on(plan):
         console.print(line)
 
 
@@ -50,12 +52,11 @@ def _choices_table(choices: Sequence[Choice]) -> Table:
         column.justify = "right"
     for number, choice in enumerate(choices, 1):
         setup, limit = choice.point.setup, choice.limit
-        budget = "" if setup.max_num_batched_tokens is None else f" {setup.max_num_batched_tokens}"
         low, high = (f"{share:.1%}" for share in (min(choice.attainments), max(choice.attainments)))
         table.add_row(
             str(number),
-            f"{choice.point.replicas} x {setup.tensor_parallel} {setup.gpu}",
-            f"{setup.preset}{budget}",
+            f"{choice.point.replicas} x {setup.gpu} {setup.split}",
+            setup.policy,
             f"{choice.point.cost_per_hour:.2f}",
             low if low == high else f"{low} to {high}",
             f"{choice.bears:.2f}x",
@@ -105,7 +106,7 @@ def _print_failure(plan: Plan, console: Console) -> None:
             f"{point.measured.attainment:.2%} meet them; {limit.words} ({limit.cause})"
         )
     for out in plan.ruled_out[:_SHOWN_REASONS]:
-        console.print(f"{out.tensor_parallel} x {out.gpu}: {out.reason}")
+        console.print(f"{out.gpu} {out.split}: {out.reason}")
     if len(plan.ruled_out) > _SHOWN_REASONS:
         console.print(f"and {len(plan.ruled_out) - _SHOWN_REASONS} more kinds of set-up")
 

@@ -20,24 +20,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from expediter.assembly.presets import load_preset
-from expediter.assembly.simulation import SimulationConfig
+from expediter.assembly.simulation import SimulationConfig, hardware_of
 from expediter.core.errors import ConfigurationError
 from expediter.core.plan import StepFeatures
 from expediter.perfmodel.calibration import calibrated_engine
 from expediter.perfmodel.constants import Engine, engine_named
-from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import RooflineModel, kv_capacity
-from expediter.perfmodel.shapes import shape_named
+from expediter.perfmodel.memory import kv_capacity
+from expediter.perfmodel.parallelism import Parallelism
+from expediter.perfmodel.roofline import RooflineModel
 from expediter.scheduling.build import limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.studies.planning.demand import Demand, Floats, Ints
 from expediter.studies.planning.setups import Setup
+from expediter.studies.planning.trial import num_may_miss
 
 _ROUNDING: Final = 1 - 1e-9
 """Bounds are made smaller by this factor: they and the simulation round differently."""
@@ -60,30 +61,47 @@ class Bound(NamedTuple):
     impossible_share: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class _Replica:
-    """The step times and limits of one replica, with everything left out that bounds must not count on."""
+    """The step times of one replica, with everything left out that bounds must not count on, and its KV.
 
-    model: RooflineModel
-    num_kv_tokens: int
+    Where a batch is cut into pieces (pipeline stages), as many as possible: with more sequences beside it, a request
+    fills a smaller part of each. Attention counts by its mean cost up to very long contexts, which windows make cheap.
+    """
 
-    def prefill_s(self, num_tokens: int, prefix: int = 0, *, attends: bool = True) -> float:
-        attention = num_tokens * (prefix + num_tokens / 2) if attends else 0.0
-        return self.model.step_time_s(StepFeatures(num_tokens, 1, 0, 0, attention))
-
-    def decode_s(self, batch: int, context: int) -> float:
-        return self.model.step_time_s(StepFeatures(batch, batch, batch, context, 0.0))
-
-    @property
-    def context_token_s(self) -> float:
-        """Time to read one token of decode context."""
-        return (self.decode_s(1, _LONG_TOKENS) - self.decode_s(1, 0)) / _LONG_TOKENS
-
-    @property
-    def attention_s(self) -> float:
+    def __init__(self, model: RooflineModel, num_pieces: int, num_kv_tokens: int) -> None:
+        self.num_kv_tokens = num_kv_tokens
+        self._model = model
+        self._pieces = num_pieces
+        prompt = StepFeatures(_LONG_TOKENS, num_pieces, 0, 0, 0.0)
+        longest = prompt._replace(prefill_attention=_LONG_TOKENS**2 / 2)
+        self.attention_s = (model.step_time_s(longest) - model.step_time_s(prompt)) / longest.prefill_attention
         """Time of prompt attention per token squared."""
-        plain = self.prefill_s(_LONG_TOKENS, attends=False)
-        return (self.prefill_s(_LONG_TOKENS) - plain) / (_LONG_TOKENS**2 / 2)
+        decode = StepFeatures(num_pieces, num_pieces, num_pieces, 0, 0.0)
+        read_s = model.step_time_s(decode._replace(decode_context_tokens=_LONG_TOKENS)) - model.step_time_s(decode)
+        self.context_token_s = read_s / _LONG_TOKENS
+        """Time to read one token of decode context."""
+
+    def prompt_s(self, num_tokens: int, prefix: int) -> float:
+        """Return the time of a prompt in one step."""
+        return self._tokens_s(num_tokens) + self.attention_s * num_tokens * (prefix + num_tokens / 2)
+
+    def decode_s(self, context: int) -> float:
+        """Return the time of one token of one request."""
+        return self._batch_s(self._pieces) + self.context_token_s * context
+
+    def prompt_token_s(self, budget: int) -> float:
+        """Return the least time per token, attention left out, of steps up to `budget` tokens."""
+        return min(self._tokens_s(n) / n for n in _sizes(budget))
+
+    def decode_token_s(self, max_num_seqs: int) -> float:
+        """Return the least time per token, context left out, of decode steps up to so many sequences."""
+        return min(self._batch_s(n) / n for n in _sizes(max_num_seqs))
+
+    def _tokens_s(self, num_tokens: int) -> float:
+        return self._model.step_time_s(StepFeatures(num_tokens, self._pieces, 0, 0, 0.0))
+
+    def _batch_s(self, batch: int) -> float:
+        return self._model.step_time_s(StepFeatures(batch, batch, batch, 0, 0.0))
 
 
 class Bounds:
@@ -98,13 +116,13 @@ class Bounds:
     def __init__(self, base: SimulationConfig, demand: Demand, attainment: float) -> None:
         self._base = base
         self._demand = demand
-        self._num_may_miss = math.floor((1 - attainment) * len(demand) + 1e-9)
+        self._num_may_miss = num_may_miss(len(demand), attainment)
         engine = engine_named(base.engine)
         if base.calibration is not None:
             engine = calibrated_engine(base.calibration, engine)
         self._engine = _at_least(engine)
-        self._replicas: dict[tuple[str, int, int], _Replica] = {}
-        self._alone: dict[tuple[str, int, bool], tuple[Floats, Floats]] = {}
+        self._replicas: dict[tuple[str, Parallelism, int], _Replica] = {}
+        self._alone: dict[tuple[str, Parallelism, bool], tuple[Floats, Floats]] = {}
 
     def of(self, setup: Setup) -> Bound:
         """Return what is certain about a set-up."""
@@ -123,16 +141,14 @@ class Bounds:
             f"the request is longer than max_model_len ({limits.max_model_len})": totals > limits.max_model_len,
             "TTFT on an idle replica is above its target": ttft_s > demand.ttft_s,
             "TPOT on an idle replica is above its target": tpot_s > demand.tpot_s,
-            "E2E on an idle replica is above its target": (
-                ttft_s + tpot_s * (demand.output_tokens - 1) > demand.e2e_s
-            ),
+            "E2E on an idle replica is above its target": (ttft_s + tpot_s * (demand.output_tokens - 1) > demand.e2e_s),
         }
         lost = np.logical_or.reduce(list(misses.values()))
         share = float(lost.mean())
         if lost.sum() > self._num_may_miss:
             words, which = max(misses.items(), key=lambda item: int(item[1].sum()))
             return Bound(0, f"{words}, for {which.mean():.1%} of the requests", share)
-        work = self._work(setup, replica, limits.max_num_batched_tokens, limits.max_num_seqs, caches)
+        work = self._work(replica, limits.max_num_batched_tokens, limits.max_num_seqs, caches)
         return Bound(max(1, math.ceil(work)), None, share)
 
     def _caches(self, setup: Setup) -> bool:
@@ -148,40 +164,46 @@ class Bounds:
 
     def _replica(self, setup: Setup) -> _Replica:
         block_size = load_preset(setup.preset).block_size if self._base.block_size is None else self._base.block_size
-        key = (setup.gpu, setup.tensor_parallel, block_size)
+        key = (setup.gpu, setup.parallelism, block_size)
         if key not in self._replicas:
-            shape, gpu = shape_named(self._base.model), gpu_named(setup.gpu)
+            shape, gpu = hardware_of(setup.simulation(self._base, 1))
+            split = setup.parallelism
             num_blocks = self._base.num_blocks
             if num_blocks is None:
-                num_blocks = kv_capacity(shape, gpu, setup.tensor_parallel, block_size).num_blocks
-            model = RooflineModel(shape, gpu, setup.tensor_parallel, engine=self._engine)
-            self._replicas[key] = _Replica(model, num_blocks * block_size)
+                num_blocks = kv_capacity(
+                    shape,
+                    gpu,
+                    split.tensor,
+                    block_size,
+                    pipeline_parallel=split.pipeline,
+                    expert_parallel=split.expert,
+                ).num_blocks
+            model = RooflineModel(shape, gpu, split.tensor, split.pipeline, split.expert, engine=self._engine)
+            self._replicas[key] = _Replica(model, split.pipeline * split.num_groups, num_blocks * block_size)
         return self._replicas[key]
 
     def _times_alone(self, setup: Setup, replica: _Replica, caches: bool) -> tuple[Floats, Floats]:
         """Return the least TTFT and TPOT of each request, float64, shape [n]; TPOT 0 where there is no gap."""
-        key = (setup.gpu, setup.tensor_parallel, caches)
+        key = (setup.gpu, setup.parallelism, caches)
         if key not in self._alone:
             demand = self._demand
             # A full hit still computes one token.
             prefix = np.minimum(demand.reusable_tokens, demand.input_tokens - 1) if caches else 0 * demand.input_tokens
-            ttft_s = _per_pair(replica.prefill_s, demand.input_tokens - prefix, prefix)
-            tpot_s = _per_pair(lambda context, _: replica.decode_s(1, context), demand.input_tokens + 1, prefix * 0)
+            ttft_s = _per_pair(replica.prompt_s, demand.input_tokens - prefix, prefix)
+            tpot_s = _per_pair(lambda context, _: replica.decode_s(context), demand.input_tokens + 1, prefix * 0)
             tpot_s[demand.output_tokens < 2] = 0.0
             self._alone[key] = ttft_s * _ROUNDING, tpot_s * _ROUNDING
         return self._alone[key]
 
-    def _work(self, setup: Setup, replica: _Replica, budget: int, max_num_seqs: int, caches: bool) -> float:
+    def _work(self, replica: _Replica, budget: int, max_num_seqs: int, caches: bool) -> float:
         """Return the least number of replicas by the work that must be done, as a fraction."""
         demand = self._demand
         repeated = demand.repeated_tokens if caches else _followers(demand)
         inputs, num_decodes = demand.input_tokens.astype(np.float64), demand.output_tokens - 1
         attention = (inputs**2 - repeated.astype(np.float64) ** 2) / 2 * replica.attention_s
         context = num_decodes * (inputs + 1 + (num_decodes - 1) / 2) * replica.context_token_s
-        token_s = min(replica.prefill_s(n, attends=False) / n for n in _sizes(budget))
-        decode_s = min(replica.decode_s(n, 0) / n for n in _sizes(max_num_seqs))
-        prompts = (demand.input_tokens - repeated) * token_s + attention
-        answers = num_decodes * decode_s + context
+        prompts = (demand.input_tokens - repeated) * replica.prompt_token_s(budget) + attention
+        answers = num_decodes * replica.decode_token_s(max_num_seqs) + context
         first_s = demand.arrival_s + demand.ttft_s
         return _ROUNDING * max(
             self._pressure(prompts, np.minimum(first_s, demand.latest_end_s)),

@@ -50,7 +50,13 @@ ENGINES: Final[Mapping[str, Ranges]] = {
 }
 """Served requests or steps that the engines' constants are fitted to (docs/perfmodel.md)."""
 
-_ENGINE_GPU: Final = {"vllm": "h100", "trtllm": "h100", "sglang": "h100", "eager-a100": "a100-80g", "eager-h100": "h100"}
+_ENGINE_GPU: Final = {
+    "vllm": "h100",
+    "trtllm": "h100",
+    "sglang": "h100",
+    "eager-a100": "a100-80g",
+    "eager-h100": "h100",
+}
 _MEASURED_GPUS: Final = frozenset({"a100-80g", "h100"})
 """GPUs with kernel tables of their own; the others take those of the nearest generation."""
 

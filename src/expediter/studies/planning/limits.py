@@ -56,7 +56,7 @@ def limit_of(measured: Measured | None) -> Limit:
     return _late_later_tokens(measured, target, whose)
 
 
-def _late_first_token(measured: Measured, share: float) -> Limit:
+def _late_first_token(measured: Measured, whose: str) -> Limit:
     queueing = measured.late_queueing_share or 0.0
     words = f"{whose}have a late first token; {queueing:.0%} of their wait is before they are scheduled"
     if queueing < _MOSTLY:
@@ -69,7 +69,7 @@ def _late_first_token(measured: Measured, share: float) -> Limit:
     return Limit(target="ttft", cause=cause, words=f"{words}; waiting by reason: {told or 'none told'}")
 
 
-def _late_later_tokens(measured: Measured, target: str, share: float) -> Limit:
+def _late_later_tokens(measured: Measured, target: str, whose: str) -> Limit:
     name = "gaps between tokens are" if target == "tpot" else "ends are"
     words = f"{whose}miss {target.upper()}: their {name} late"
     if measured.num_preemptions > measured.num_requests * _MANY_PREEMPTIONS:

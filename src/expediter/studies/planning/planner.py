@@ -7,26 +7,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
-
-import msgspec
+from typing import Any, Final, TypeVar
 
 from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
 from expediter.core.errors import ConfigurationError
-from expediter.sim.trace import Trace, TraceSummary, trace_summary
+from expediter.sim.trace import Trace, trace_summary
+from expediter.studies.planning.answer import Choice, Plan, Point, RuledOut
 from expediter.studies.planning.bounds import Bound, Bounds
 from expediter.studies.planning.coverage import borrowed
 from expediter.studies.planning.demand import demand_of
 from expediter.studies.planning.limits import Limit, limit_of
-from expediter.studies.planning.remarks import remarks_on
 from expediter.studies.planning.search import Budget, Search, Size, rungs_of, search
-from expediter.studies.planning.serve_command import ServeCommand, serve_command
+from expediter.studies.planning.serve_command import serve_command
 from expediter.studies.planning.setups import SearchSpace, Setup
-from expediter.studies.planning.trial import Measured, Traffic, Trial, load_traffic, measure
+from expediter.studies.planning.trial import Measured, Traffic, Trial, load_traffic, measure, measure_unless_lost
 from expediter.studies.workers import Task, Workers
 
 _MORE_LOAD: Final = (1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 """Multiples of the arrival rate at which the cheapest set-ups are tried."""
+
+_NEAREST: Final = 8
+"""Set-ups to look at closely if nothing meets the targets."""
+
+_Result = TypeVar("_Result")
 
 Told = Callable[[str, int], None]
 """Told what is being done and how many simulations are over."""
@@ -70,103 +73,6 @@ class PlanConfig:
             raise ConfigurationError("a plan compares GPUs; a step-time model of one's own says nothing of them")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A set-up of some size, as it served the whole trace."""
-
-    setup: Setup
-    replicas: int
-    num_gpus: int
-    cost_per_hour: float
-    meets: bool
-    measured: Measured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A set-up that meets the targets, at its least size.
-
-    Attributes:
-        point: how it served the trace.
-        bears: largest multiple of the arrival rate, of those tried, that it served as well; 1 for none above.
-        fails_at: least multiple above that at which it did not; None if it bore all that were tried.
-        limit: what breaks first, from the run at `fails_at`, or at one replica less if there is none.
-        attainments: under each seed, the first being the search's own.
-        command: how to serve it.
-        borrowed: which of its step times' constants were not measured on its GPU.
-    """
-
-    point: Point
-    bears: float
-    fails_at: float | None
-    limit: Limit
-    attainments: Sequence[float]
-    command: ServeCommand
-    borrowed: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuledOut:
-    """Set-ups of one kind and split that no number of replicas helps.
-
-    Attributes:
-        num_setups: their presets and budgets.
-    """
-
-    gpu: str
-    tensor_parallel: int
-    reason: str
-    num_setups: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The planner's answer.
-
-    Attributes:
-        model, attainment: of the question.
-        choices: the cheapest set-ups that meet the targets, cheapest first; of equal cost, the one that bears most.
-        nearest: if there are none, the set-up that came nearest, and why it fails.
-        points: every set-up that was simulated on the whole trace, by cost.
-        ruled_out: set-ups that were not simulated, since no number of replicas helps them.
-        num_setups: that were to choose from.
-        num_dropped: set-ups that a shorter trace ruled out.
-        num_simulations: spent.
-        is_complete: whether the search came to its end within its budget.
-        trace: what was asked for.
-    """
-
-    model: str
-    attainment: float
-    choices: Sequence[Choice]
-    nearest: tuple[Point, Limit] | None
-    points: Sequence[Point]
-    ruled_out: Sequence[RuledOut]
-    num_setups: int
-    num_dropped: int
-    num_simulations: int
-    is_complete: bool
-    trace: TraceSummary
-
-    @property
-    def remarks(self) -> list[str]:
-        """What to keep in mind, in sentences."""
-        return list(remarks_on(self))
-
-    @property
-    def frontier(self) -> list[Point]:
-        """Points than which none that costs as much or less has a higher attainment, cheapest first."""
-        best: list[Point] = []
-        for point in sorted(self.points, key=lambda p: (p.cost_per_hour, -p.measured.attainment)):
-            if not best or point.measured.attainment > best[-1].measured.attainment:
-                best.append(point)
-        return best
-
-    def to_json(self) -> bytes:
-        """Return the plan as indented JSON with a final newline."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
-
-
 def make_plan(config: PlanConfig, workers: Workers, told: Told | None = None) -> Plan:
     """Search for the cheapest set-ups; the same question has the same answer, whatever the workers.
 
@@ -187,15 +93,16 @@ class _Planner:
         self._budget = Budget(config.max_simulations, config.max_s)
         self._num_done = 0
         self._points: dict[Size, Point] = {}
+        self._possible: dict[Setup, int] = {}
 
     def plan(self) -> Plan:
         config = self._config
         trace = load_traffic(config.traffic, 0)
         setups = config.space.setups(config.base.model)
         bounds = self._bounds(setups, trace)
-        possible = {setup: bound.min_replicas for setup, bound in bounds.items() if bound.reason is None}
+        self._possible = {setup: bound.min_replicas for setup, bound in bounds.items() if bound.reason is None}
         found = search(
-            possible,
+            self._possible,
             list(rungs_of(len(trace))),
             self._passes,
             max_gpus=config.space.max_gpus,
@@ -203,20 +110,19 @@ class _Planner:
             budget=self._budget,
         )
         choices = self._choices(found)
+        nearest = None if choices else self._nearest(found)
         reasons = Counter(
-            (setup.gpu, setup.tensor_parallel, bound.reason)
-            for setup, bound in bounds.items()
-            if bound.reason is not None
+            (setup.gpu, setup.split, bound.reason) for setup, bound in bounds.items() if bound.reason is not None
         )
         return Plan(
             model=config.base.model,
             attainment=config.attainment,
             choices=choices,
-            nearest=None if choices else self._nearest(),
+            nearest=nearest,
             points=sorted(self._points.values(), key=_by_cost),
             ruled_out=[
-                RuledOut(gpu=gpu, tensor_parallel=n, reason=reason, num_setups=num)
-                for (gpu, n, reason), num in reasons.items()
+                RuledOut(gpu=gpu, split=split, reason=reason, num_setups=num)
+                for (gpu, split, reason), num in reasons.items()
             ],
             num_setups=len(setups),
             num_dropped=len(found.dropped),
@@ -240,22 +146,25 @@ class _Planner:
             **how,
         )
 
-    def _run(self, doing: str, trials: Sequence[tuple[Size, Trial]]) -> list[Measured]:
+    def _run(self, doing: str, job: Callable[[Trial], _Result], trials: Sequence[tuple[Size, Trial]]) -> list[_Result]:
         def progress(_: int, __: str) -> None:
             self._num_done += 1
             if self._told is not None:
                 self._told(doing, self._num_done)
 
-        tasks = [
-            Task(label=size.setup.describe(size.replicas), call=partial(measure, trial)) for size, trial in trials
-        ]
+        tasks = [Task(label=size.setup.describe(size.replicas), call=partial(job, trial)) for size, trial in trials]
         return list(self._workers.run(tasks, progress))
 
     def _passes(self, sizes: Sequence[Size], limit: int | None) -> list[bool]:
         doing = "the whole trace" if limit is None else f"{limit} requests"
-        results = self._run(doing, [(size, self._trial(size, limit=limit)) for size in sizes])
+        results = self._run(doing, measure_unless_lost, [(size, self._trial(size, limit=limit)) for size in sizes])
         if limit is None:
-            for size, measured in zip(sizes, results, strict=True):
+            self._keep(sizes, results)
+        return [measured is not None and self._meets(measured) for measured in results]
+
+    def _keep(self, sizes: Sequence[Size], results: Sequence[Measured | None]) -> None:
+        for size, measured in zip(sizes, results, strict=True):
+            if measured is not None:
                 self._points[size] = Point(
                     setup=size.setup,
                     replicas=size.replicas,
@@ -264,33 +173,36 @@ class _Planner:
                     meets=self._meets(measured),
                     measured=measured,
                 )
-        return [self._meets(measured) for measured in results]
 
     def _meets(self, measured: Measured) -> bool:
         return measured.attainment >= self._config.attainment - 1e-12
+
+    def _look_at(self, sizes: Sequence[Size]) -> None:
+        """Simulate sizes that the search gave up on to their ends."""
+        missing = [size for size in sizes if size not in self._points]
+        self._keep(missing, self._run("what is too small", measure, [(size, self._trial(size)) for size in missing]))
 
     def _choices(self, found: Search) -> list[Choice]:
         passed = [self._points[Size(b.setup, b.passed)] for b in found.brackets if b.passed is not None]
         passed.sort(key=lambda point: (point.cost_per_hour, -_least_slack(point.measured)))
         passed = passed[: self._config.top]
-        margins = self._margins([Size(point.setup, point.replicas) for point in passed])
+        sizes = [Size(point.setup, point.replicas) for point in passed]
+        self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > 1])
+        margins = self._margins(sizes)
         attainments = self._attainments(passed)
-        choices = []
-        for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True):
-            smaller = self._points.get(Size(point.setup, point.replicas - 1))
-            broken = smaller.measured if failed is None and smaller is not None else failed
-            base = self._config.base
-            choices.append(
-                Choice(
-                    point=point,
-                    bears=bears,
-                    fails_at=fails_at,
-                    limit=limit_of(broken),
-                    attainments=shares,
-                    command=serve_command(point.setup, point.replicas, base),
-                    borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
-                )
+        base = self._config.base
+        choices = [
+            Choice(
+                point=point,
+                bears=bears,
+                fails_at=fails_at,
+                limit=limit_of(failed),
+                attainments=shares,
+                command=serve_command(point.setup, point.replicas, base),
+                borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
             )
+            for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True)
+        ]
         return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
 
     def _margins(self, sizes: Sequence[Size]) -> list[tuple[float, float | None, Measured | None]]:
@@ -300,7 +212,7 @@ class _Planner:
         while open_ := [i for i in range(len(sizes)) if high[i] - low[i] > 1]:
             middles = {i: (low[i] + high[i]) // 2 for i in open_}
             trials = [(sizes[i], self._trial(sizes[i], rate_scale=_MORE_LOAD[middles[i]])) for i in open_]
-            for i, measured in zip(open_, self._run("more load", trials), strict=True):
+            for i, measured in zip(open_, self._run("more load", measure, trials), strict=True):
                 if self._meets(measured):
                     low[i] = middles[i]
                 else:
@@ -318,10 +230,14 @@ class _Planner:
         seeds = range(1, self._config.seeds)
         sizes = [Size(point.setup, point.replicas) for point in points]
         trials = [(size, self._trial(size, seed=seed)) for size in sizes for seed in seeds]
-        shares = iter(self._run("other seeds", trials))
+        shares = iter(self._run("other seeds", measure, trials))
         return [[point.measured.attainment, *(next(shares).attainment for _ in seeds)] for point in points]
 
-    def _nearest(self) -> tuple[Point, Limit] | None:
+    def _nearest(self, found: Search) -> tuple[Point, Limit] | None:
+        """Return the best of some that failed, each at the largest size that was tried."""
+        tried = [Size(b.setup, b.failed) for b in found.brackets if b.failed >= self._possible[b.setup]]
+        largest = sorted(tried, key=lambda size: -size.setup.num_gpus(size.replicas))
+        self._look_at(largest[:_NEAREST])
         if not self._points:
             return None
         point = max(self._points.values(), key=lambda p: (p.measured.attainment, -p.cost_per_hour))
@@ -334,4 +250,4 @@ def _least_slack(measured: Measured) -> float:
 
 def _by_cost(point: Point) -> tuple[Any, ...]:
     setup = point.setup
-    return point.cost_per_hour, setup.gpu, setup.tensor_parallel, setup.preset, setup.max_num_batched_tokens or 0
+    return point.cost_per_hour, point.num_gpus, setup.gpu, setup.split, setup.policy

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from expediter.studies.planning.planner import Plan
+from expediter.studies.planning.answer import Plan
 
 
 def remarks_on(plan: Plan) -> Iterator[str]:

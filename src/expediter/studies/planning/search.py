@@ -21,9 +21,9 @@ from expediter.studies.planning.setups import Setup
 
 _ROUND: Final = 8
 """Simulations of one round, whatever the number of workers: the answer must not depend on the machine."""
-_GROWTH: Final = 1.5
+_GROWTH: Final = 2
 _SLACK: Final = 1.25
-"""On short traces, where sizes are estimates, set-ups stay in whose cost is within this factor of the `top` cheapest."""
+"""On short traces sizes are estimates: set-ups within this factor of the cost of the `top` cheapest stay in."""
 
 
 class Size(NamedTuple):
@@ -107,7 +107,7 @@ class Bracket:
             return (low + min(self.passed - 1, largest)) // 2
         if self.guess is not None:
             return min(max(self.guess, low), largest)
-        return largest if decides else min(max(low, math.ceil(self.failed * _GROWTH)), largest)
+        return largest if decides else min(max(low, self.failed * _GROWTH), largest)
 
     def learn(self, size: int, passes: bool) -> None:
         """Take a simulation's result in."""

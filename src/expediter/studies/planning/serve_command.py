@@ -37,9 +37,9 @@ def serve_command(setup: Setup, replicas: int, base: SimulationConfig) -> ServeC
     notes = []
     if model != config.model:
         notes.append(f"{model} stands for the folder with the weights of {config.model}")
-    if setup.tensor_parallel > 1:
+    if setup.num_gpus(1) > 1:
         notes.append(
-            f"each replica spans {setup.tensor_parallel} GPUs: the built-in engine runs a replica on one device, so "
-            "this needs an engine with tensor parallelism"
+            f"each replica spans {setup.num_gpus(1)} GPUs ({setup.split}): the built-in engine runs a replica on one "
+            "device, so this needs an engine that spreads one"
         )
     return ServeCommand(shlex.join(words), tuple(notes))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -11,8 +12,8 @@ import numpy as np
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.assembly.trace_generation import GenerationConfig, generated_trace
+from expediter.sim.distribution import Distribution
 from expediter.sim.metrics import RequestRecord
-from expediter.sim.report import Distribution
 from expediter.sim.trace import Trace
 from expediter.studies.planning.coverage import Coverage, StepWatch
 from expediter.studies.runs import TraceSpec
@@ -53,6 +54,10 @@ class Trial:
     limit: int | None = None
     rate_scale: float = 1.0
     seed: int = 0
+
+
+class _Lost(Exception):  # noqa: N818 - an outcome, not an error
+    """More requests have missed their targets than may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +108,33 @@ def measure(trial: Trial) -> Measured:
     Raises:
         ConfigurationError: the traffic or the configuration cannot be used.
     """
+    return _measured(trial, None)
+
+
+def measure_unless_lost(trial: Trial) -> Measured | None:
+    """Simulate and measure, but give up as soon as more requests have missed their targets than may: then None.
+
+    Raises:
+        ConfigurationError: the traffic or the configuration cannot be used.
+    """
+    try:
+        return _measured(trial, trial.attainment)
+    except _Lost:
+        return None
+
+
+def _measured(trial: Trial, attainment: float | None) -> Measured:
+    """Measure a trial; raises _Lost when it is certain that its attainment stays below the one given."""
     trace = load_traffic(trial.traffic, trial.seed)
     trace = trace if trial.limit is None else trace.take(trial.limit)
     watch = StepWatch(trial.config.engine)
     simulation = build_simulation(replace(trial.config, timeline=True))
     simulation.watch_steps(watch.add)
+    records: list[RequestRecord] = []
+    simulation.metrics.on_end.append(records.append)
+    if attainment is not None:
+        simulation.metrics.on_end.append(_giving_up(trace, attainment))
     report = simulation.run(trace if trial.rate_scale == 1 else trace.at_rate(trial.rate_scale))
-    records = simulation.metrics.records
     assert report.slo_attainment is not None  # a trace has requests
     assert report.timeline is not None
     return Measured(
@@ -132,6 +157,24 @@ def measure(trial: Trial) -> Measured:
         peak_kv_use=max(report.timeline.kv_used_share_highest),
         coverage=watch.coverage,
     )
+
+
+def num_may_miss(num_requests: int, attainment: float) -> int:
+    """Return how many requests may miss their targets."""
+    return math.floor((1 - attainment) * num_requests + 1e-9)
+
+
+def _giving_up(trace: Trace, attainment: float) -> Callable[[RequestRecord], None]:
+    num_requests = len(trace) if trace.num_sequences is None else int(trace.num_sequences.sum())
+    num_left = num_may_miss(num_requests, attainment)
+
+    def ended(record: RequestRecord) -> None:
+        nonlocal num_left
+        num_left -= not record.is_met
+        if num_left < 0:
+            raise _Lost
+
+    return ended
 
 
 def _used(record: RequestRecord, name: str) -> float | None:
