@@ -7,7 +7,7 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
+from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
@@ -166,6 +167,11 @@ class Simulation:
         self._observers = observers
         self._description = description
         self._timeline = timeline
+
+    def watch_steps(self, told: Callable[[StepFeatures, Sequence[float]], None]) -> None:
+        """Tell of every replica's steps (`SimulatedReplica.on_steps`)."""
+        for replica in self._replicas:
+            replica.on_steps = told
 
     def run(
         self,
@@ -327,11 +333,11 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
         step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         num_blocks = kv_capacity(
             shape,
             gpu,
@@ -342,7 +348,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         tier = host_tier_size(
             shape,
             gpu,
@@ -370,7 +376,12 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
-def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    """Return the model and the GPU that a configuration names.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
     shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
     return shape, gpu_named(config.gpu, config.prices)
 

@@ -11,7 +11,7 @@ from typing import Final
 from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
-from expediter.core.plan import StepPlan
+from expediter.core.plan import StepFeatures, StepPlan
 from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
@@ -39,6 +39,8 @@ class SimulatedReplica:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
+        on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
+            duration of each step; None for nobody.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
@@ -61,6 +63,7 @@ class SimulatedReplica:
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
         self.on_load_change: Callable[[], None] = lambda: None
+        self.on_steps: Callable[[StepFeatures, Sequence[float]], None] | None = None
         self._executor = executor
         self._loop = loop
         self._observer = observer
@@ -154,6 +157,8 @@ class SimulatedReplica:
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
         self._look(now_s)
+        if self.on_steps is not None:
+            self.on_steps(plan.features, self._durations_s[:num_steps])
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
