@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
-from expediter.control.routing import make_router
+from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel
@@ -36,6 +36,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, Report, build_report
+from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -70,6 +71,7 @@ class SimulationConfig:
         calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
+        timeline: whether the report says how the run went over time, and gives whole distributions.
         jumps: advance runs of equal steps at once; False gives the same results, slower.
     Raises:
         ConfigurationError: a number is out of range.
@@ -103,6 +105,7 @@ class SimulationConfig:
     engine: str = DEFAULT_ENGINE
     calibration: Path | None = None
     step_time: StepTimeModel | None = None
+    timeline: bool = False
     jumps: bool = True
 
     def __post_init__(self) -> None:
@@ -133,6 +136,7 @@ class Simulation:
         metrics: MetricsCollector,
         observers: Observers,
         description: dict[str, Any],
+        timeline: TimelineRecorder | None,
     ) -> None:
         self.metrics = metrics
         self.schedulers = [replica.scheduler for replica in replicas]
@@ -142,6 +146,7 @@ class Simulation:
         self._cluster = cluster
         self._observers = observers
         self._description = description
+        self._timeline = timeline
 
     def run(
         self,
@@ -181,6 +186,7 @@ class Simulation:
             decisions=self._decisions(),
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
+            timeline=self._timeline,
         )
 
     def _decisions(self) -> DecisionReport:
@@ -243,7 +249,9 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             does not fit the GPUs.
     """
     setup = _resolve(config)
-    loop, metrics = EventLoop(), MetricsCollector()
+    loop = EventLoop()
+    timeline = TimelineRecorder(dict.fromkeys(range(config.replicas), setup.num_blocks)) if config.timeline else None
+    metrics = MetricsCollector(None if timeline is None else timeline.ended)
     observers = Observers(metrics)
     replicas = [
         SimulatedReplica(
@@ -273,11 +281,12 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             loop,
             observers,
             jumps=config.jumps,
+            probe=timeline,
         )
         for replica_id in range(config.replicas)
     ]
     cluster = Cluster(replicas, make_router(setup.routing), loop, observers)
-    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup))
+    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup), timeline)
 
 
 def _resolve(config: SimulationConfig) -> _Setup:

@@ -56,6 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
     )
     out.add_argument(
+        "--timeline", action="store_true", help="add to the JSON how the run went over time, and whole distributions"
+    )
+    out.add_argument(
         "--explain", action="append", default=[], metavar="ID", help="say what held this request; may be repeated"
     )
     out.add_argument("--events", metavar="FILE", help="write what happened to each request as JSON lines")
@@ -150,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         num_blocks=args.num_gpu_blocks_override,
         swap_space_bytes=args.swap_space,
+        timeline=args.timeline,
     )
     trace = prepare_trace(
         args.trace,

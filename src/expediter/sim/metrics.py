@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from expediter.control.routing.base import Decision, Placement, Refusal
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected, RejectReason
 from expediter.core.request import FinishReason, Request
@@ -26,13 +27,14 @@ class RequestRecord:
     """One request's life. Times are in seconds of virtual time, None where it did not come to that.
 
     Attributes:
+        replica_id: where it was sent first; None if it was refused on arrival.
         num_cached_tokens: prompt tokens reused at the first admission.
         num_output_tokens: set at the end.
     """
 
     arrival_s: float
     num_prompt_tokens: int
-    replica_id: int
+    replica_id: int | None
     slo: Slo = NO_SLO
     tenant: str = ""
     slo_class: str = ""
@@ -90,13 +92,16 @@ class RequestCounts:
 class MetricsCollector:
     """`Observer` that keeps a record per request.
 
+    Args:
+        on_end: told of each request that has ended, if anybody wants to know.
     Attributes:
         preemptions: of all requests together, by cause.
         held_s: seconds that requests waited, all together, by what held them.
         last_event_s: time of the latest arrival or scheduler event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[RequestRecord], None] | None = None) -> None:
+        self._on_end = on_end
         self._records: dict[str, RequestRecord] = {}
         self.preemptions: dict[str, int] = {}
         self.held_s: dict[str, float] = {}
@@ -107,19 +112,21 @@ class MetricsCollector:
         """All records in order of arrival."""
         return list(self._records.values())
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
         if request.request_id in self._records:
             raise InvariantError(f"request {request.request_id} arrived twice")
         self._records[request.request_id] = RequestRecord(
             now_s,
             request.num_prompt_tokens,
-            replica_id,
+            decision.replica_id if isinstance(decision, Placement) else None,
             request.slo,
             request.tenant,
             request.slo_class,
             request.value,
         )
         self.last_event_s = now_s
+        if isinstance(decision, Refusal):
+            self._end(request.request_id, Outcome.REJECTED, now_s)
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for event in events:
@@ -150,8 +157,8 @@ class MetricsCollector:
         if event.reason is FinishReason.ERROR:
             raise InvariantError(f"request {event.request_id} failed on replica {replica_id}")
         outcome = Outcome.ABORTED if event.reason is FinishReason.ABORT else Outcome.FINISHED
-        self._end(event.request_id, outcome, event.now_s)
         self._records[event.request_id].num_output_tokens = event.num_output_tokens
+        self._end(event.request_id, outcome, event.now_s)
 
     def _end(self, request_id: str, outcome: Outcome, now_s: float) -> None:
         record = self._records[request_id]
@@ -159,6 +166,8 @@ class MetricsCollector:
             raise InvariantError(f"request {request_id} ended twice: {record.outcome.value}, then {outcome.value}")
         record.outcome = outcome
         record.ended_s = now_s
+        if self._on_end is not None:
+            self._on_end(record)
 
     def counts(self) -> RequestCounts:
         """Return how the requests ended.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from expediter.core.slo import Slo
 from expediter.sim.metrics import MetricsCollector, Outcome, RequestCounts, RequestRecord
+from expediter.sim.timeline import Timeline, TimelineRecorder
 from expediter.sim.trace import TraceSummary
 
 
@@ -31,6 +32,41 @@ class Distribution:
             return cls(mean=None, p50=None, p90=None, p99=None)
         p50, p90, p99 = np.percentile(present, (50, 90, 99)).tolist()
         return cls(mean=float(present.mean()), p50=p50, p90=p90, p99=p99)
+
+
+CURVE_SHARES: Final = (*(step / 50 for step in range(50)), 0.99, 0.995, 0.999, 1.0)
+"""At which shares of the requests the curves are given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A whole distribution, to be drawn.
+
+    Attributes:
+        share_of_arrived: requests that have this value, as a share of all arrived: the curve ends there.
+        quantiles: the value at each of `CURVE_SHARES` of those requests; empty if there are none.
+    """
+
+    share_of_arrived: float
+    quantiles: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Curve:
+        """Return the curve of the values that are there."""
+        present = np.array([value for value in values if value is not None], np.float64)
+        if not len(present):
+            return cls(share_of_arrived=0.0, quantiles=())
+        quantiles = np.quantile(present, CURVE_SHARES).tolist()
+        return cls(share_of_arrived=len(present) / len(values), quantiles=tuple(quantiles))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Distributions of all requests, in seconds."""
+
+    ttft_s: Curve
+    tpot_s: Curve
+    e2e_s: Curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +122,7 @@ class Report:
         wall_s: how long the simulation took; the only figure that differs from run to run.
         trace: what was asked for, if a trace was.
         configuration: what was simulated.
+        timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """
 
     requests: RequestCounts
@@ -112,6 +149,8 @@ class Report:
     wall_s: float
     trace: TraceSummary | None
     configuration: dict[str, Any]
+    timeline: Timeline | None
+    curves: Curves | None
 
     def to_json(self) -> bytes:
         """Return the report as indented JSON with a final newline."""
@@ -128,8 +167,9 @@ def build_report(
     decisions: DecisionReport,
     trace: TraceSummary | None,
     configuration: dict[str, Any],
+    timeline: TimelineRecorder | None = None,
 ) -> Report:
-    """Return the report on a simulation that has ended.
+    """Return the report on a simulation that has ended; with timeline and curves if there is a `timeline`.
 
     Raises:
         InvariantError: a request is unaccounted for.
@@ -166,6 +206,16 @@ def build_report(
         wall_s=wall_s,
         trace=trace,
         configuration=configuration,
+        timeline=None if timeline is None else timeline.finish(metrics.last_event_s),
+        curves=None if timeline is None else _curves(records),
+    )
+
+
+def _curves(records: Sequence[RequestRecord]) -> Curves:
+    return Curves(
+        ttft_s=Curve.of([record.ttft_s for record in records]),
+        tpot_s=Curve.of([record.tpot_s for record in records]),
+        e2e_s=Curve.of([record.e2e_s for record in records]),
     )
 
 
