@@ -220,6 +220,12 @@ class Scheduler:
                 self._waiting.push(successor, now_s)
         return [self._finish(state, now_s, reason)]
 
+    def refusal(self, requests: Sequence[Request]) -> tuple[RejectReason, str] | None:
+        """Return why a request, with its sequences, could never run here, or None if it could; changes nothing."""
+        leader, *followers = (RequestState(request, -1, request.prompt.tobytes()) for request in requests)
+        leader.followers = followers
+        return refusal_of(leader, self.config, self.policy.rules.memory, self._running)
+
     # -- requests on their way ----------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, carried: Carried | None, num_tokens: int, now_s: float) -> Landing | None:
@@ -237,7 +243,13 @@ class Scheduler:
         return self._passage.reserve(self._passage.state_of(request, carried, self._next_sequence), num_tokens, now_s)
 
     def resume(
-        self, request: Request, carried: Carried | None, now_s: float, landing: Landing | None = None
+        self,
+        request: Request,
+        carried: Carried | None,
+        now_s: float,
+        *,
+        landing: Landing | None = None,
+        keep: bool = False,
     ) -> list[Event]:
         """Queue a request that ran elsewhere, or whose KV was fetched; as `add`, and it goes on where it stopped.
 
@@ -246,11 +258,13 @@ class Scheduler:
 
         Args:
             landing: of its KV, landed; it is the request's from now on.
+            keep: as in `add_group`.
         Raises:
             InvariantError: a live request has the same id, or it has all of its output.
         """
         check_group((request,), self._requests)
         state = self._passage.state_of(request, carried, self._next_sequence)
+        state.is_kept = keep
         if landing is not None:
             self.kv.landings.assign(landing, state.sequence)
         return self._enqueue(state, now_s)
