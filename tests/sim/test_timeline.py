@@ -8,8 +8,9 @@ import pytest
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation, prepare_trace, simulate
 from expediter.cli.main import main
+from expediter.sim.distribution import Sample
 from expediter.sim.observer import ReplicaLoad
-from expediter.sim.report import CURVE_SHARES, Curve
+from expediter.sim.report import CURVE_PERCENTS, Curve
 from expediter.sim.timeline import MAX_BUCKETS, TimelineRecorder
 
 
@@ -23,18 +24,21 @@ def lengths_s(timeline, end_s: float) -> list[float]:
 def run():
     simulation = build_simulation(SimulationConfig(timeline=True, replicas=2, num_blocks=8000))
     trace = prepare_trace("demo", rate_scale=60)
-    return simulation, simulation.run(trace)
+    records = []
+    simulation.metrics.on_end.append(records.append)
+    return simulation, simulation.run(trace), records
 
 
 def test_sums_are_those_of_the_requests(run):
-    simulation, report = run
-    timeline, records = report.timeline, simulation.metrics.records
+    simulation, report, records = run
+    timeline = report.timeline
     assert report.num_preemptions == 0
     spans = lengths_s(timeline, simulation.metrics.last_event_s)
 
     def total(values) -> float:
         return sum(value * span for value, span in zip(values, spans, strict=True))
 
+    assert sum(report.missed.values()) == sum(not r.is_met for r in records) != 0
     served = [r for r in records if r.ended_s is not None and r.first_scheduled_s is not None]
     assert total(timeline.arrived_rps) == pytest.approx(len(records))
     assert total(timeline.goodput_rps) == pytest.approx(sum(r.is_met for r in records)) != 0
@@ -50,7 +54,7 @@ def test_sums_are_those_of_the_requests(run):
 
 
 def test_a_timeline_changes_nothing_and_jumps_hardly_change_it(run):
-    _, report = run
+    _, report, _ = run
     kwargs = {"rate_scale": 60, "replicas": 2, "num_blocks": 8000}
     plain = simulate("demo", **kwargs)
     assert plain.timeline is None
@@ -92,12 +96,15 @@ def test_nothing_arrived():
 
 
 def test_curves_end_at_the_share_of_requests_that_have_a_value():
-    curve = Curve.of([3.0, None, 1.0, None])
+    sample = Sample()
+    assert Curve.of(sample, 4) == Curve(share_of_arrived=0.0, percentiles=())
+    sample.add(3.0)
+    sample.add(1.0)
+    curve = Curve.of(sample, 4)
     assert curve.share_of_arrived == 0.5
-    assert curve.quantiles[0] == 1.0
-    assert curve.quantiles[-1] == 3.0
-    assert len(curve.quantiles) == len(CURVE_SHARES)
-    assert Curve.of([None]) == Curve(share_of_arrived=0.0, quantiles=())
+    assert curve.percentiles[0] == 1.0
+    assert curve.percentiles[-1] == 3.0
+    assert len(curve.percentiles) == len(CURVE_PERCENTS)
 
 
 def test_the_command_writes_it(capsys):
@@ -105,6 +112,6 @@ def test_the_command_writes_it(capsys):
     assert main([*words, "--timeline"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert len(written["timeline"]["num_waiting"]) == len(written["timeline"]["kv_used_share"]) > 1
-    assert len(written["curves"]["ttft_s"]["quantiles"]) == len(CURVE_SHARES)
+    assert len(written["curves"]["ttft_s"]["percentiles"]) == len(CURVE_PERCENTS)
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["timeline"] is None
