@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 
+from expediter.core.errors import ConfigurationError
 from expediter.core.request import Carried, Request
 
 
@@ -24,6 +25,19 @@ class TransferStyle(enum.Enum):
         return self is not TransferStyle.PULL
 
 
+def transfer_style(name: str) -> TransferStyle:
+    """Return a style by name.
+
+    Raises:
+        ConfigurationError: there is none of that name; the message lists those that exist.
+    """
+    try:
+        return TransferStyle(name)
+    except ValueError:
+        names = ", ".join(style.value for style in TransferStyle)
+        raise ConfigurationError(f"no transfer style {name!r}; there are: {names}") from None
+
+
 def prompt_leg(request: Request, carried: Carried | None) -> Request:
     """Return the request as the replica sees it that computes its prompt: it ends with the next token.
 
@@ -41,15 +55,3 @@ def prompt_leg(request: Request, carried: Carried | None) -> Request:
 def has_second_leg(request: Request, carried: Carried | None) -> bool:
     """Return whether anything is left to do when the next token is there."""
     return request.max_tokens > (1 if carried is None else len(carried.output) + 1)
-
-
-def exposed_s(transfer_s: float, overlapped_s: float, num_layers: int) -> float:
-    """Return what a layer by layer transfer still takes when the prompt is done.
-
-    max(0, transfer - overlapped) + transfer / layers: what the computation did not cover, and the last layer's KV,
-    which can only leave when it is computed.
-
-    Args:
-        overlapped_s: for how long the prompt was computed while the transfer could go on.
-    """
-    return max(0.0, transfer_s - overlapped_s) + transfer_s / num_layers

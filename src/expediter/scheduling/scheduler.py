@@ -17,7 +17,7 @@ from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.events import Event, Finished, PreemptCause, Preempted, Queued, Rejected, RejectReason
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.core.plan import StepPlan, StepResult
-from expediter.core.request import Carried, FinishReason, Request, RequestState, Status
+from expediter.core.request import CacheHint, Carried, FinishReason, Request, RequestState, Status
 from expediter.kvcache.landing import Landing
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
@@ -241,6 +241,28 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"blocks are reserved while step {self._in_flight.plan.step_id} is in flight")
         return self._passage.reserve(self._passage.state_of(request, carried, self._next_sequence), num_tokens, now_s)
+
+    def land(self, landing: Landing, now_s: float) -> bool:
+        """Record that the KV of a landing is here; False if it does not wait for any (any more)."""
+        self._queue_is_stuck = False
+        return self.kv.landings.complete(landing, now_s)
+
+    def release(
+        self,
+        landing: Landing,
+        now_s: float,
+        *,
+        writes_until_s: float | None = None,
+        hint: CacheHint | None = None,
+    ) -> None:
+        """Give a landing up, as `Landings.release`: others may have its blocks."""
+        self._queue_is_stuck = False
+        self.kv.landings.release(landing, now_s, writes_until_s=writes_until_s, hint=hint)
+
+    def end_quarantine(self, now_s: float) -> None:
+        """Free the blocks that nobody can write to any more."""
+        if self.kv.landings.expire(now_s):
+            self._queue_is_stuck = False
 
     def resume(
         self,

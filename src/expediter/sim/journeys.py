@@ -20,8 +20,10 @@ from expediter.core.events import (
     Admitted,
     Event,
     Finished,
+    FirstToken,
     HandedOff,
     JourneyEvent,
+    Preempted,
     Queued,
     Rejected,
     Tokens,
@@ -132,7 +134,7 @@ def _never() -> bool:
     return False
 
 
-_Fact = Event | JourneyEvent
+_Fact = Queued | Rejected | Admitted | Preempted | FirstToken | Finished | JourneyEvent
 
 
 class Journeys:
@@ -243,23 +245,30 @@ class Journeys:
         raise InvariantError(f"a replica says that request {request.request_id} has arrived")
 
     def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
-        told = [event for event in events if not isinstance(event, Tokens) and self._take_in(event)]
+        told: list[Event | JourneyEvent] = []
+        leaving: list[Journey] = []
+        for event in events:
+            if isinstance(event, Tokens):
+                continue
+            journey = self._live[event.request_id]
+            if isinstance(event, Finished) and journey.hands_off and event.reason is FinishReason.LENGTH:
+                leaving.append(journey)
+            elif self._take_in(journey, event):
+                told.append(event)
         if told:
             self._observer.record(replica_id, told)
+        for journey in leaving:
+            self._leave_prompt(journey, self._loop.now_s)
         if self._sites[replica_id].inbound:
             self._ask_for_room(replica_id, self._loop.now_s)
 
-    def _take_in(self, event: _Fact) -> bool:
-        """Let a journey take its turn; return whether its client's story tells of the event."""
-        journey = self._live[event.request_id]
+    def _take_in(self, journey: Journey, event: _Fact) -> bool:
+        """Note what happened to a request; return whether its client's story tells of it."""
         match event:
             case Queued():
                 return journey.carried is None
             case Admitted():
                 journey.prompt_began_s = event.now_s
-            case Finished() if journey.hands_off and event.reason is FinishReason.LENGTH:
-                self._leave_prompt(journey, event.now_s)
-                return False
             case Finished() | Rejected():
                 self._end(journey, event.now_s)
             case _:
@@ -375,12 +384,12 @@ class Journeys:
         assert landing is not None
         replica = self._sites[journey.replica_id].replica
         replica.forget(journey.request.request_id)
-        replica.post(partial(self._complete, replica, landing), now_s)
+        replica.post(partial(self._land, replica, landing), now_s)
         self._continue(journey, journey.request, landing, now_s)
 
     @staticmethod
-    def _complete(replica: SimulatedReplica, landing: Landing, now_s: float) -> None:
-        replica.scheduler.kv.landings.complete(landing, now_s)
+    def _land(replica: SimulatedReplica, landing: Landing, now_s: float) -> None:
+        replica.scheduler.land(landing, now_s)
 
     def _lost(self, journey: Journey, now_s: float) -> None:
         """The lease is over and the KV has not come: once more, or the target computes it."""
@@ -407,8 +416,7 @@ class Journeys:
         if hold is None:
             return
         replica, hint = self._sites[replica_id].replica, journey.request.cache_hint
-        landings = replica.scheduler.kv.landings
-        replica.post(lambda now_s: landings.release(hold, now_s, hint=hint), now_s)
+        replica.post(lambda now_s: replica.scheduler.release(hold, now_s, hint=hint), now_s)
         if self._sites[replica_id].inbound:
             self._ask_for_room(replica_id, now_s)
 
@@ -423,8 +431,7 @@ class Journeys:
         if landing is None:
             site.inbound.remove(journey)
             return
-        landings = site.replica.scheduler.kv.landings
-        site.replica.post(lambda now_s: landings.release(landing, now_s), now_s)
+        site.replica.post(lambda now_s: site.replica.scheduler.release(landing, now_s), now_s)
         if site.inbound:
             self._ask_for_room(site.replica.replica_id, now_s)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expediter.control.handoff import exposed_s
 from expediter.core.errors import ConfigurationError
+from expediter.perfmodel.transfer import layerwise_exposed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Network:
             sent_s = max(now_s, free_s) + duration_s
         else:
             overlapped_s = max(0.0, now_s - max(layers_since_s, free_s))
-            sent_s = max(now_s, free_s) + exposed_s(duration_s, overlapped_s, self._num_layers)
+            sent_s = max(now_s, free_s) + layerwise_exposed_s(duration_s, overlapped_s, self._num_layers)
         self._out_free_s[source] = self._in_free_s[target] = sent_s
         return sent_s + max(a.latency_s, b.latency_s)
 
