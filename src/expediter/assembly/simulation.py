@@ -240,7 +240,7 @@ class Simulation:
         for pool in pools_of(self._config):
             replicas = self._replicas[first : first + pool.replicas]
             first += pool.replicas
-            reports.append(PoolReport.of(replicas, pool.num_gpus, simulated_s))
+            reports.append(PoolReport.of(replicas, pool.num_gpus, simulated_s, self.metrics.last_event_s))
         return reports
 
     def _decisions(self) -> DecisionReport:

@@ -37,7 +37,6 @@ class SimulatedReplica:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
-        busy_s: time spent in steps so far.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
@@ -59,7 +58,8 @@ class SimulatedReplica:
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
-        self.busy_s = 0.0
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = 0.0
         self.on_load_change: Callable[[], None] = lambda: None
         self._executor = executor
         self._loop = loop
@@ -76,7 +76,6 @@ class SimulatedReplica:
         self._durations_s: list[float] = []
         self._ends_s: list[float] = []
         self._end_ticket = -1
-        self._began_s = 0.0
         self._is_woken = False
 
     def snapshot(self) -> ReplicaSnapshot:
@@ -88,6 +87,11 @@ class SimulatedReplica:
             num_context_tokens=self._num_context_tokens,
             num_running=self.scheduler.num_running,
         )
+
+    def busy_s(self, now_s: float) -> float:
+        """Return for how long it has run steps, from 0 s to `now_s`; the same with jumps or without."""
+        idle_s = self._idle_s if self._idle_since_s is None else self._idle_s + max(0.0, now_s - self._idle_since_s)
+        return now_s - idle_s
 
     def receive(self, group: Sequence[Request], now_s: float, *, keep: bool = False) -> None:
         """Take a request that arrives at `now_s`, with all its sequences.
@@ -161,11 +165,16 @@ class SimulatedReplica:
         if plan.events:
             self.on_load_change()
         if plan.is_empty:
+            if self._idle_since_s is None:
+                self._idle_since_s = now_s
             if self._posted:
                 self._wake(now_s)
             elif self.scheduler.has_work and not len(self.scheduler.kv.landings):
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
             return
+        if self._idle_since_s is not None:
+            self._idle_s += now_s - self._idle_since_s
+            self._idle_since_s = None
         if plan.features.num_prefill_tokens:
             self.num_prompt_steps += 1
             self.budget_shares += plan.features.num_tokens / plan.budget_tokens
@@ -177,7 +186,6 @@ class SimulatedReplica:
             # A plan made after that moment may differ, so the step in progress then is the last of the jump.
             del self._ends_s[bisect_right(self._ends_s, self.scheduler.queue_changes_s(now_s)) + 1 :]
         self._plan = plan
-        self._began_s = now_s
         self._schedule_end()
 
     def _do_posted(self, now_s: float) -> None:
@@ -194,7 +202,6 @@ class SimulatedReplica:
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
-        self.busy_s += now_s - self._began_s
         self._emit(self.scheduler.apply(result, now_s))
         if plan.features.num_prefill_tokens:
             self.on_load_change()

@@ -101,9 +101,9 @@ class PoolReport:
     num_steps: int
 
     @classmethod
-    def of(cls, replicas: Sequence[SimulatedReplica], num_gpus: int, simulated_s: float) -> PoolReport:
-        """Return the figures of replicas after a simulation."""
-        busy_s = sum(replica.busy_s for replica in replicas)
+    def of(cls, replicas: Sequence[SimulatedReplica], num_gpus: int, simulated_s: float, end_s: float) -> PoolReport:
+        """Return the figures of replicas after a simulation that ended at `end_s`."""
+        busy_s = sum(replica.busy_s(end_s) for replica in replicas)
         return cls(
             role=replicas[0].role,
             replicas=len(replicas),
