@@ -15,10 +15,13 @@ from typing import Any, BinaryIO
 from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
+from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import transfer_style
-from expediter.control.routing.build import make_router
+from expediter.control.routing.build import RoutingConfig, make_router
+from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
+from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
@@ -73,7 +76,7 @@ class SimulationConfig:
         kv_bytes_per_token: what is sent; None for the model's.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
-        routing: name of a routing policy.
+        routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
         batching, memory, budget, victims, preemption_mode: names of parts.
@@ -115,7 +118,7 @@ class SimulationConfig:
     kv_bytes_per_token: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    routing: str | None = None
+    routing: str | RoutingConfig | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
     batching: str | None = None
@@ -190,6 +193,11 @@ class Simulation:
     def schedulers(self) -> list[Scheduler]:
         """Those of the replicas, for who wants to look inside."""
         return [replica.scheduler for replica in self._replicas]
+
+    def watch_steps(self, told: Callable[[StepFeatures, Sequence[float]], None]) -> None:
+        """Tell of every replica's steps (`SimulatedReplica.on_steps`)."""
+        for replica in self._replicas:
+            replica.on_steps = told
 
     def run(
         self,
@@ -286,7 +294,7 @@ class _Setup:
     limits: SchedulerConfig
     policy: PolicyConfig
     own_ordering: type[Ordering] | None
-    routing: str
+    routing: RoutingConfig
     prefix_caching: bool
     block_size: int
     num_blocks: int
@@ -306,9 +314,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     setups = [_resolve(replace(config, **pool.overrides(config), pools=())) for pool in pools]
     sites = [(pool, setup) for pool, setup in zip(pools, setups, strict=True) for _ in range(pool.replicas)]
     loop = EventLoop()
-    timeline = (
-        TimelineRecorder({i: setup.num_blocks for i, (_, setup) in enumerate(sites)}) if config.timeline else None
-    )
+    sizes = {replica_id: setup.num_blocks for replica_id, (_, setup) in enumerate(sites)}
+    timeline = TimelineRecorder(sizes) if config.timeline else None
     metrics = MetricsCollector()
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
@@ -344,7 +351,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             ),
             loop,
             observers if journeys is None else journeys,
-            role=pool.role,
+            profile=_profile(config, pool, setup),
             jumps=config.jumps,
             probe=timeline,
         )
@@ -369,6 +376,16 @@ def pools_of(config: SimulationConfig) -> tuple[PoolConfig, ...]:
     )
 
 
+def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> ReplicaProfile:
+    """Return what a router may rely on of a pool's replicas."""
+    knows = config.knows_step_time
+    return ReplicaProfile(
+        role=pool.role,
+        speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if knows else Speed(),
+        max_kv_tokens=setup.num_blocks * setup.block_size,
+    )
+
+
 def _journeys(config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers) -> Journeys:
     """Return what drives requests across replicas.
 
@@ -378,7 +395,7 @@ def _journeys(config: SimulationConfig, pools: Sequence[PoolConfig], loop: Event
     links: dict[int, Link] = {}
     num_layers, kv_bytes = 1, config.kv_bytes_per_token
     if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or config.transfer == "layerwise":
-        shape = _hardware(config)[0]
+        shape = hardware_of(config)[0]
         num_layers, kv_bytes = shape.num_layers, shape.kv_bytes_per_token if kv_bytes is None else kv_bytes
     for replica_id, pool in enumerate(pools):
         bandwidth, latency_s = config.network_bandwidth, config.network_latency_s
@@ -408,11 +425,11 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
         step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         num_blocks = kv_capacity(
             shape,
             gpu,
@@ -423,7 +440,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         tier = host_tier_size(
             shape,
             gpu,
@@ -441,7 +458,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),
         policy=policy,
         own_ordering=None if isinstance(config.ordering, str) else config.ordering,
-        routing=preset.routing if config.routing is None else config.routing,
+        routing=_routing(config.routing, preset.cluster.routing),
         prefix_caching=preset.prefix_caching if config.prefix_caching is None else config.prefix_caching,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -451,9 +468,20 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
-def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    """Return the model and the GPU that a configuration names.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
     shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
     return shape, gpu_named(config.gpu, config.prices)
+
+
+def _routing(asked: str | RoutingConfig | None, of_preset: RoutingConfig) -> RoutingConfig:
+    if asked is None:
+        return of_preset
+    return replace(of_preset, name=asked) if isinstance(asked, str) else asked
 
 
 def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
@@ -466,7 +494,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
         "pools": [_pool_description(pool) for pool in config.pools],
-        "routing": setup.routing,
+        "routing": setup.routing.name,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
         "engine": config.engine if config.step_time is None else None,

@@ -45,7 +45,7 @@ class Cluster:
         self._num_arrived = 0
         self.fleet = Fleet()
         for replica in replicas:
-            self.fleet.join(replica.replica_id, replica.snapshot, role=replica.role)
+            self.fleet.join(replica.replica_id, replica.snapshot, replica.profile)
             replica.on_load_change = partial(self.fleet.mark, replica.replica_id)
         self._progress: Callable[[int], None] | None = None
         self._journeys = journeys

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
-from expediter.control.fleet import ReplicaSnapshot, Role
+from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot, Role
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
-from expediter.core.plan import StepPlan
+from expediter.core.plan import StepFeatures, StepPlan
 from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
@@ -30,13 +31,16 @@ class SimulatedReplica:
     Requests that arrive during a step wait in the inbox until it ends, as with a real replica.
 
     Args:
-        role: what it is for; "prefill" replicas hand their requests off.
+        profile: what a router may rely on; the cache is asked here.
         jumps: False to run every step as an event of its own, for comparison.
         probe: looks at the load over time, if anybody wants to.
     Attributes:
+        profile: for the fleet.
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
+        on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
+            duration of each step; None for nobody.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
@@ -48,19 +52,20 @@ class SimulatedReplica:
         loop: EventLoop,
         observer: Observer,
         *,
-        role: Role = "mixed",
+        profile: ReplicaProfile = MIXED,
         jumps: bool = True,
         probe: Probe | None = None,
     ) -> None:
         self.replica_id = replica_id
-        self.role: Role = role
         self.scheduler = scheduler
+        self.profile = replace(profile, cached_tokens=self.num_cached_tokens)
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
         self._idle_s = 0.0
         self._idle_since_s: float | None = 0.0
         self.on_load_change: Callable[[], None] = lambda: None
+        self.on_steps: Callable[[StepFeatures, Sequence[float]], None] | None = None
         self._executor = executor
         self._loop = loop
         self._observer = observer
@@ -78,6 +83,11 @@ class SimulatedReplica:
         self._end_ticket = -1
         self._is_woken = False
 
+    @property
+    def role(self) -> Role:
+        """What it is for; "prefill" replicas hand their requests off."""
+        return self.profile.role
+
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
         return ReplicaSnapshot(
@@ -92,6 +102,11 @@ class SimulatedReplica:
         """Return for how long it has run steps, from 0 s to `now_s`; the same with jumps or without."""
         idle_s = self._idle_s if self._idle_since_s is None else self._idle_s + max(0.0, now_s - self._idle_since_s)
         return now_s - idle_s
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a prompt the cache holds, in whole blocks."""
+        kv = self.scheduler.kv
+        return kv.match(request.prompt.tobytes(), request.cache_salt).num_blocks * kv.block_size
 
     def receive(self, group: Sequence[Request], now_s: float, *, keep: bool = False) -> None:
         """Take a request that arrives at `now_s`, with all its sequences.
@@ -199,6 +214,8 @@ class SimulatedReplica:
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
         self._look(now_s)
+        if self.on_steps is not None:
+            self.on_steps(plan.features, self._durations_s[:num_steps])
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
