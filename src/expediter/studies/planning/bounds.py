@@ -10,7 +10,8 @@ less time than the work takes at their best. Every bound errs on the side of the
 - **Work.** Over the steps of all replicas, time is at least that of computing the prompts alone (each distinct
   beginning once, at the best tokens per second of any step within the budget), plus reading the decodes' context; and
   that of the decodes alone at the largest batch, plus prompt attention. The requests that count must be done between
-  their first arrival and their last latest end (prompts: their last due first token); the costliest of them are left out up to the share that may miss.
+  their first arrival and their last latest end (prompts: their last due first token); the costliest of them are left
+  out up to the share that may miss.
 
 They hold for step times that grow with each feature and are additive in decode context and prompt attention, as those
 of `RooflineModel` are once launches and the jump of large all-reduces are left out (which only makes steps shorter).
@@ -148,9 +149,7 @@ class Bounds:
             f"the request is longer than max_model_len ({limits.max_model_len})": totals > limits.max_model_len,
             "TTFT on an idle replica is above its target": ttft_s > demand.ttft_s,
             "TPOT on an idle replica is above its target": tpot_s > demand.tpot_s,
-            "E2E on an idle replica is above its target": (
-                ttft_s + tpot_s * (demand.output_tokens - 1) > demand.e2e_s
-            ),
+            "E2E on an idle replica is above its target": (ttft_s + tpot_s * (demand.output_tokens - 1) > demand.e2e_s),
         }
         lost = np.logical_or.reduce(list(misses.values()))
         share = float(lost.mean())

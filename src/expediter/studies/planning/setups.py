@@ -104,11 +104,15 @@ class Setup:
         )
 
     def _pools(self, num_prefill: int, num_decode: int) -> tuple[PoolConfig, ...]:
-        split = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
-        return (
-            PoolConfig(role="prefill", replicas=num_prefill, tensor_parallel=self.tensor_parallel, **split),
-            PoolConfig(role="decode", replicas=num_decode, tensor_parallel=self.decode_tensor_parallel, **split),
+        prefill = PoolConfig(
+            role="prefill",
+            replicas=num_prefill,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
         )
+        decode_tensor = self.decode_parallelism.tensor
+        return prefill, replace(prefill, role="decode", replicas=num_decode, tensor_parallel=decode_tensor)
 
     def max_num_seqs(self, base: SimulationConfig) -> int:
         """Return the most running sequences: `base`'s or the preset's, at most the token budget."""
