@@ -15,6 +15,29 @@ _FILE: Final = "constants.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernels:
+    """What the kernels of a layer's routed experts reach with weights of one type.
+
+    Args:
+        latency_s: of all kernels of the layer's experts beside their reading, computing and moving.
+        bandwidth_share: of peak memory bandwidth while weights are read.
+        flops_share: of peak FLOP/s.
+        tile_tokens: rows by which an expert's tokens are rounded up on average.
+        row_factor: on the time to write and read each expert's row and its result once.
+        token_factor: on the time to read every token and to write its result, once on every GPU.
+        group_latency_s: further latency where a GPU has only some of the experts.
+    """
+
+    latency_s: float
+    bandwidth_share: float
+    flops_share: float
+    tile_tokens: float
+    row_factor: float
+    token_factor: float
+    group_latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """What single kernels reach on one GPU generation, launched from a CUDA graph.
 
@@ -32,6 +55,12 @@ class Kernels:
         small_kernel_s: norm, rotation, KV write and activation, each.
         fp8_gemm_latency_s, fp8_gemm_flops_share, fp8_gemm_bandwidth_share: the same of products in fp8, whose input
             comes converted; 0 where the generation has none, or no table.
+        fp8_kv_bandwidth_share: of peak memory bandwidth in decode attention over KV in fp8.
+        all_to_all_latency_s: of the smallest all-to-all.
+        all_to_all_share: of link bandwidth in all-to-alls.
+        expert_skew: tokens that touch as many experts as this share of tokens that choose evenly.
+        expert_imbalance: the fullest of g groups has g to this power times the mean.
+        experts: by type of their weights: bf16, fp8, and fp4 that is computed in bfloat16.
     """
 
     gemm_latency_s: float
@@ -45,6 +74,12 @@ class Kernels:
     all_reduce_latency_s: float
     link_share: float
     small_kernel_s: float
+    fp8_kv_bandwidth_share: float
+    all_to_all_latency_s: float
+    all_to_all_share: float
+    expert_skew: float
+    expert_imbalance: float
+    experts: dict[str, ExpertKernels]
     fp8_gemm_latency_s: float = 0.0
     fp8_gemm_flops_share: float = 0.0
     fp8_gemm_bandwidth_share: float = 0.0
@@ -57,14 +92,14 @@ class Engine:
     Args:
         step_s: host time of a step that overlaps nothing.
         prefill_step_s: the same, in steps with a prompt chunk only.
-        seq_s: per entry of the batch (sampling, tables, output).
+        seq_s: per entry of the batch (sampling, tables, output); launches overlap it.
         decode_launch_s: host time to launch a decode without a CUDA graph; it overlaps the GPU's time.
         prefill_launch_s: host time to launch a step with a prompt chunk; it overlaps the GPU's time.
         compute_factor: on the time of compute-bound products and prefill attention.
         memory_factor: on the time to read weights and KV.
         all_reduce_factor: on the time that data of all-reduces take.
         bulk_all_reduce_factor: further cost of all-reduces at or above `bulk_bytes`, as a multiple of the time that the
-            message takes over one link, per GPU of the group.
+            part of the message from beyond a pair of GPUs takes over the link to the host.
         bulk_bytes: message size from which that holds.
     """
 
