@@ -205,7 +205,7 @@ class KVCacheManager:
         """Append `blocks[i]` to the table of `slots[i]`.
 
         Args:
-            ordinals: where slots come repeatedly, which of its new blocks, from 0, ascending; None if they are distinct.
+            ordinals: which of its slot's new blocks each is, from 0, ascending; None if the slots are distinct.
         """
         places = self.num_owned[slots]
         if ordinals is not None:

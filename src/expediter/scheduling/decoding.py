@@ -123,7 +123,7 @@ class DecodingBatch:
         return rows
 
     def add_room(self, rows: npt.NDArray[np.intp], num_tokens: int | npt.NDArray[np.intp]) -> None:
-        """Record that `rows` got blocks for `num_tokens` more tokens; of a row that comes repeatedly, the last counts."""
+        """Record that `rows` got blocks for `num_tokens` more tokens; if a row comes again, its last number counts."""
         self.counters[self.ROOM, rows] -= num_tokens
 
     def advance(self, tokens: IntArray) -> npt.NDArray[np.intp]:
