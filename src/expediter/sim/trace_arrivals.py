@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
 
 _DRAWN_AT_ONCE: Final = 1024
 _GAP_SHARE: Final = 0.02
 """Windows below this share of a curve's median are missing data: in ServeGen's rates all clients vanish in them."""
+
+_JITTER_ARRIVALS: Final = 4
+"""A jittered arrival stays between its neighbours at this distance."""
 
 Segments = Iterator[tuple[float, float]]
 """(duration in s, arrivals per s), one after the other."""
@@ -105,3 +109,23 @@ def arrival_times(gaps: Iterator[float], segments: Segments) -> Iterator[float]:
         now_s += step_s
         left_s -= step_s
         yield now_s
+
+
+def jittered(arrival_s: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Return another draw of the same traffic: its rate over time stays, the gaps between neighbours are new.
+
+    Every arrival moves by up to half of the time that the eight around it take, either way, so that what is longer
+    than a few requests (bursts, the time of day) is kept. The first arrival and the order of requests stay.
+
+    Args:
+        arrival_s: ascending, float64, shape [n].
+    Returns:
+        Ascending, float64, shape [n].
+    """
+    rows = np.arange(len(arrival_s))
+    before, after = np.maximum(rows - _JITTER_ARRIVALS, 0), np.minimum(rows + _JITTER_ARRIVALS, len(rows) - 1)
+    reach_s = (arrival_s[after] - arrival_s[before]) / 2
+    moved: npt.NDArray[np.float64] = np.sort(arrival_s + rng.uniform(-1, 1, len(rows)) * reach_s)
+    moved -= max(moved[0] - arrival_s[0], 0.0)
+    moved[:] = np.maximum(moved, arrival_s[0])
+    return moved

@@ -1,0 +1,1 @@
+"""Questions that take many simulations: which policy, how many GPUs, does a published result come out."""
