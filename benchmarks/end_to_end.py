@@ -57,6 +57,7 @@ def errors(name: str, report: ReplayReport) -> Row:
     """Return predicted / measured - 1 for each latency and for throughput."""
     live, simulated = report.live, report.simulated
     assert simulated is not None
+    assert simulated.output_tokens_per_s is not None
     row: Row = {"workload": name, "requests": live.num_requests, "failed": live.num_failed}
     for latency in LATENCIES:
         for percentile in PERCENTILES:
@@ -95,7 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--requests", type=int, default=60, help="of each workload (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=0.6, help="share of what the machine takes (default: %(default)s)")
+    parser.add_argument(
+        "--load", type=float, default=0.6, help="share of what the machine takes (default: %(default)s)"
+    )
     add_json_option(parser)
     args = parser.parse_args()
     runs = [run_once(args.requests, args.load) for _ in range(args.repetitions)]

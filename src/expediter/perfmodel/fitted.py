@@ -122,7 +122,7 @@ def fit_step_times(steps: Sequence[tuple[StepFeatures, float]]) -> FittedModel:
 
 
 def _factors(linear: FittedModel, steps: Sequence[tuple[StepFeatures, float]]) -> tuple[tuple[float, float], ...]:
-    """Return a factor for each group of steps with about as many tokens: single numbers up to 8, then thirds of octaves."""
+    """Return a factor for each group of steps of about as many tokens: each number up to 8, thirds of octaves above."""
     groups: dict[float, list[float]] = {}
     for features, elapsed_s in steps:
         tokens = float(features.num_tokens)
