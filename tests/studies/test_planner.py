@@ -51,8 +51,11 @@ def test_the_cheapest_is_what_trying_everything_finds(plan):
                 traffic=QUESTION.traffic,
                 attainment=QUESTION.attainment,
             )
-            measured = measure_unless_lost(trial)
-            if measured is not None and measured.attainment >= QUESTION.attainment:
+            first = measure_unless_lost(trial)
+            if first is None:
+                continue
+            both = (first.attainment, measure(replace(trial, seed=1)).attainment)
+            if both[0] >= QUESTION.attainment and sum(both) / 2 >= QUESTION.attainment:
                 passing.append((setup.cost_per_hour(size), setup, size))
     costs = sorted(cost for cost, _, _ in passing)
     assert len(costs) > 10
@@ -75,8 +78,8 @@ def test_a_choice_bears_what_it_says_and_breaks_as_it_says(plan):
             )
             assert (measure(trial).attainment >= QUESTION.attainment) is meets
         assert choice.limit.target in {"ttft", "tpot"}
-        assert choice.point.measured.attainment == choice.attainments[0]
-        assert len(choice.attainments) == QUESTION.seeds
+        assert choice.point.measured.attainment == choice.point.attainments[0]
+        assert len(choice.point.attainments) == QUESTION.seeds
         assert min(choice.point.measured.slack.values()) >= 0
 
 
@@ -110,7 +113,7 @@ def test_serve_parses_every_command(plan):
 def test_a_trace_by_name_is_drawn_anew_by_seed():
     question = replace(QUESTION, traffic=TraceSpec(limit=12, rate_scale=40), attainment=0.9, top=1, seeds=3)
     (choice,) = make_plan(question, Workers(1)).choices
-    assert len(choice.attainments) == 3
+    assert len(choice.point.attainments) == 3
 
 
 def test_targets_that_nothing_meets_are_said_to_be_impossible():
@@ -168,7 +171,7 @@ def test_the_command_says_why_nothing_will_do(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert code == 1
     assert "Nothing that was tried meets the targets" in said
-    assert "a10 1 GPU: llama-3.1-405b (811.7 GB of weights) does not fit 1 x a10" in said
+    assert "a10 tp1: llama-3.1-405b (811.7 GB of weights) does not fit 1 x a10" in said
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     effort = parser.add_argument_group("how hard to look")
     effort.add_argument("--top", type=int, default=5, metavar="N", help="set-ups to find (default: %(default)s)")
     effort.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="draws of the traffic that those must serve (default: 3)"
+        "--seeds", type=int, default=3, metavar="N", help="draws of the traffic that must be served (default: 3)"
     )
     effort.add_argument(
         "--max-simulations", type=int, default=400, metavar="N", help="most simulations (default: %(default)s)"

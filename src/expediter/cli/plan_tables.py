@@ -52,7 +52,7 @@ def _choices_table(choices: Sequence[Choice]) -> Table:
         column.justify = "right"
     for number, choice in enumerate(choices, 1):
         setup, limit = choice.point.setup, choice.limit
-        low, high = (f"{share:.1%}" for share in (min(choice.attainments), max(choice.attainments)))
+        low, high = (f"{share:.1%}" for share in (min(choice.point.attainments), max(choice.point.attainments)))
         table.add_row(
             str(number),
             setup.replicas_text(choice.point.replicas),

@@ -45,7 +45,7 @@ class PlanConfig:
         base: model, targets, engine and limits; what a set-up decides is ignored in it.
         attainment: share of the requests that must meet all their targets, in (0, 1].
         top: set-ups to find and to look at closely.
-        seeds: draws of the traffic that those must serve.
+        seeds: draws of the traffic that a set-up must serve: the first, and all of them in the mean.
         max_simulations: most simulations in all.
         max_s: most real time; with it the answer may depend on the machine.
     Raises:
@@ -125,7 +125,7 @@ class _Planner:
                 for (gpu, split, reason), num in reasons.items()
             ],
             num_setups=len(setups),
-            num_dropped=len(found.dropped),
+            num_dropped=found.num_dropped,
             num_simulations=self._num_done,
             is_complete=found.is_complete,
             trace=trace_summary(trace),
@@ -156,31 +156,42 @@ class _Planner:
         return list(self._workers.run(tasks, progress))
 
     def _passes(self, sizes: Sequence[Size], limit: int | None) -> list[bool]:
+        """Return which sizes meet the targets: of a short trace on its first draw, of the whole one also on all draws
+        together."""
         doing = "the whole trace" if limit is None else f"{limit} requests"
         results = self._run(doing, measure_unless_lost, [(size, self._trial(size, limit=limit)) for size in sizes])
-        if limit is None:
-            self._keep(sizes, results)
-        return [measured is not None and self._meets(measured) for measured in results]
-
-    def _keep(self, sizes: Sequence[Size], results: Sequence[Measured | None]) -> None:
-        for size, measured in zip(sizes, results, strict=True):
+        meets = [measured is not None and self._meets(measured.attainment) for measured in results]
+        if limit is not None:
+            return meets
+        seeds = range(1, self._config.seeds)
+        trials = [(s, self._trial(s, seed=seed)) for s, m in zip(sizes, meets, strict=True) if m for seed in seeds]
+        others = iter(self._run("other draws", measure, trials))
+        for size, measured, may_meet in zip(sizes, results, meets, strict=True):
             if measured is not None:
-                self._points[size] = Point(
-                    setup=size.setup,
-                    replicas=size.replicas,
-                    num_gpus=size.setup.num_gpus(size.replicas),
-                    cost_per_hour=size.cost_per_hour,
-                    meets=self._meets(measured),
-                    measured=measured,
-                )
+                self._keep(size, measured, [next(others).attainment for _ in seeds] if may_meet else ())
+        return [size in self._points and self._points[size].meets for size in sizes]
 
-    def _meets(self, measured: Measured) -> bool:
-        return measured.attainment >= self._config.attainment - 1e-12
+    def _keep(self, size: Size, measured: Measured, others: Sequence[float] = ()) -> None:
+        attainments = (measured.attainment, *others)
+        self._points[size] = Point(
+            setup=size.setup,
+            replicas=size.replicas,
+            num_gpus=size.setup.num_gpus(size.replicas),
+            cost_per_hour=size.cost_per_hour,
+            meets=self._meets(measured.attainment) and self._meets(sum(attainments) / len(attainments)),
+            measured=measured,
+            attainments=attainments,
+        )
+
+    def _meets(self, attainment: float) -> bool:
+        return attainment >= self._config.attainment - 1e-12
 
     def _look_at(self, sizes: Sequence[Size]) -> None:
         """Simulate sizes that the search gave up on to their ends."""
         missing = [size for size in sizes if size not in self._points]
-        self._keep(missing, self._run("what is too small", measure, [(size, self._trial(size)) for size in missing]))
+        results = self._run("what is too small", measure, [(size, self._trial(size)) for size in missing])
+        for size, measured in zip(missing, results, strict=True):
+            self._keep(size, measured)
 
     def _choices(self, found: Search) -> list[Choice]:
         passed = [self._points[Size(b.setup, b.passed)] for b in found.brackets if b.passed is not None]
@@ -189,7 +200,6 @@ class _Planner:
         sizes = [Size(point.setup, point.replicas) for point in passed]
         self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > setup.least_size])
         margins = self._margins(sizes)
-        attainments = self._attainments(passed)
         base = self._config.base
         choices = [
             Choice(
@@ -197,11 +207,10 @@ class _Planner:
                 bears=bears,
                 fails_at=fails_at,
                 limit=limit_of(failed),
-                attainments=shares,
                 command=serve_command(point.setup, point.replicas, base),
                 borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
             )
-            for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True)
+            for point, (bears, fails_at, failed) in zip(passed, margins, strict=True)
         ]
         return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
 
@@ -213,7 +222,7 @@ class _Planner:
             middles = {i: (low[i] + high[i]) // 2 for i in open_}
             trials = [(sizes[i], self._trial(sizes[i], rate_scale=_MORE_LOAD[middles[i]])) for i in open_]
             for i, measured in zip(open_, self._run("more load", measure, trials), strict=True):
-                if self._meets(measured):
+                if self._meets(measured.attainment):
                     low[i] = middles[i]
                 else:
                     high[i], failed[i] = middles[i], measured
@@ -225,13 +234,6 @@ class _Planner:
             )
             for i in range(len(sizes))
         ]
-
-    def _attainments(self, points: Sequence[Point]) -> list[list[float]]:
-        seeds = range(1, self._config.seeds)
-        sizes = [Size(point.setup, point.replicas) for point in points]
-        trials = [(size, self._trial(size, seed=seed)) for size in sizes for seed in seeds]
-        shares = iter(self._run("other seeds", measure, trials))
-        return [[point.measured.attainment, *(next(shares).attainment for _ in seeds)] for point in points]
 
     def _nearest(self, found: Search) -> tuple[Point, Limit] | None:
         """Return the best of some that failed, each at the largest size that was tried."""
