@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
-from expediter.control.routing.build import RoutingConfig, make_router
+from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -187,6 +187,8 @@ class Simulation:
         """
         if isinstance(requests, Trace):
             self._check_classes(requests)  # before the work is done
+            if self._description["routing"] in SESSION_ROUTINGS:
+                requests = requests.with_sessions()
         explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
         self._observers.add(explainer)
         self.explanations = explainer.spans
