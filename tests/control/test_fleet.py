@@ -50,9 +50,8 @@ def test_least_totals_and_columns_are_those_of_a_walk_over_all(steps):
             if least is not None:
                 assert tuple(getattr(least, name) for name in names) == min(keys)
         columns = hand.fleet.columns("prefill")
-        found = {
-            hand.fleet.id_at(int(slot)): tokens for slot, tokens in zip(columns.slots, columns.pending, strict=True)
-        }
+        ids = map(hand.fleet.id_at, columns.slots.tolist())
+        found = dict(zip(ids, columns.pending.tolist(), strict=True))
         assert found == {replica_id: load["num_pending_tokens"] for replica_id, load in loads.items()}
 
 

@@ -32,10 +32,9 @@ class Splitwise(HandsOffToLeastLoaded):
             return NO_REPLICA
         self._take_back(fleet)
         prompt, why_prompt = self._prompt_replica(fleet)
+        tokens, why_tokens = self._token_replica(query, fleet)
         if fleet.profile(prompt.replica_id).role == "mixed":
             tokens, why_tokens = prompt, "it does both"
-        else:
-            tokens, why_tokens = self._token_replica(query, fleet)
         return Placement(
             replica_id=prompt.replica_id,
             because=f"{why_prompt}; its tokens: {why_tokens}",
