@@ -1,0 +1,343 @@
+"""What follows from a comparison: who leads at which load, by how much, what limits each, and how sure that is.
+
+Two entries *tie* at a load where the better one's goodput is less than `TIE_SHARE` above the other's, or, with several
+seeds, where the 95 % confidence interval of their difference contains 0. Seeds are paired: each entry serves the same
+draws of the traffic, so what the draws have in common does not blur the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, stdev
+from typing import Final
+
+TIE_SHARE: Final = 0.01
+ATTAINMENT_SHARES: Final = (0.99, 0.9)
+"""Up to which rate so many requests meet their targets is told of every entry."""
+_SHORT_DRAIN_SHARE: Final = 0.25
+_T_95: Final = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1 on."""
+
+HELD: Final[Mapping[str, str]] = {
+    "queued": "others going first",
+    "budget": "the token budget of each step",
+    "no_slot": "no free slot (max_num_seqs)",
+    "no_blocks": "too few free KV blocks",
+    "batch": "the batch in progress",
+    "step": "the step in progress",
+    "fairness": "their tenant's share",
+    "late": "being late already, so that others went first",
+    "preempted": "a preemption",
+}
+"""What held requests, as the end of a sentence, by `core.explanation.Reason`."""
+MISSED: Final[Mapping[str, str]] = {
+    "served": "were refused or not finished",
+    "ttft": "had their first token too late",
+    "tpot": "got their tokens too slowly",
+    "e2e": "ended too late",
+}
+"""What requests missed, by `Report.missed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What findings are drawn from: one entry at one load; fields as in `comparison.Cell`."""
+
+    entry: str
+    load: float
+    offered_rps: float
+    goodput_rps: tuple[float, ...]
+    goodput_rps_per_gpu: tuple[float, ...]
+    attainment: tuple[float, ...]
+    missed: Mapping[str, float]
+    held_s: Mapping[str, float]
+    kv_used_share: float
+    drain_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Who leads at a load, by goodput per GPU.
+
+    Attributes:
+        leaders: the best one, and those that tie with it; best first.
+        runner_up: the best of the others; None if all tie.
+        advantage: of the best over the runner-up, as a share of the runner-up's; None without one, or if it is 0.
+        noise: half the 95 % confidence interval of that advantage; None with one seed.
+    """
+
+    load: float
+    offered_rps: float
+    leaders: tuple[str, ...]
+    runner_up: str | None
+    advantage: float | None
+    noise: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    """Up to which rate an entry meets the targets of a share of requests, interpolated between loads.
+
+    Attributes:
+        offered_rps: 0 if not even at the lowest load.
+        is_bound: whether it still does at the highest load, so that the rate is at least this.
+    """
+
+    entry: str
+    attainment: float
+    offered_rps: float
+    is_bound: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What follows.
+
+    Attributes:
+        headline: who leads at which loads, in a sentence or two.
+        statements: the rest in sentences, most important first.
+        caveats: what of this to take with care, in sentences.
+        verdicts: by load.
+        sustained: by attainment, then by entry.
+    """
+
+    headline: str
+    statements: tuple[str, ...]
+    caveats: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    sustained: tuple[Sustained, ...]
+
+
+def findings(outcomes: Sequence[Outcome]) -> Findings:
+    """Return what follows from the outcomes.
+
+    Args:
+        outcomes: by ascending load, then by entry; every entry at every load, with equally many seeds.
+    """
+    by_load = [list(group) for _, group in groupby(outcomes, lambda outcome: outcome.load)]
+    verdicts = tuple(map(verdict, by_load))
+    entries = [outcome.entry for outcome in by_load[0]]
+    sustained = tuple(
+        _sustained(entry, share, [o for o in outcomes if o.entry == entry])
+        for share in ATTAINMENT_SHARES
+        for entry in entries
+    )
+    limits = [_limit(outcome) for outcome in by_load[-1]]
+    return Findings(
+        headline=_headline(verdicts, by_load),
+        statements=(*_in_words(sustained), *limits, *_noise(verdicts, len(outcomes[0].goodput_rps))),
+        caveats=_caveats(outcomes),
+        verdicts=verdicts,
+        sustained=sustained,
+    )
+
+
+# -- who leads ------------------------------------------------------------------------------------------------------
+
+
+def verdict(outcomes: Sequence[Outcome]) -> Verdict:
+    """Return who leads among the entries at one load."""
+    ranked = sorted(outcomes, key=lambda outcome: -fmean(outcome.goodput_rps_per_gpu))
+    best = ranked[0]
+    behind = [other for other in ranked[1:] if not _tie(best, other)]
+    leaders = tuple(outcome.entry for outcome in ranked if outcome not in behind)
+    if not behind:
+        return Verdict(
+            load=best.load, offered_rps=best.offered_rps, leaders=leaders, runner_up=None, advantage=None, noise=None
+        )
+    difference, half_width = _difference(best, behind[0])
+    base = fmean(behind[0].goodput_rps_per_gpu)
+    return Verdict(
+        load=best.load,
+        offered_rps=best.offered_rps,
+        leaders=leaders,
+        runner_up=behind[0].entry,
+        advantage=difference / base if base else None,
+        noise=half_width / base if base and half_width is not None else None,
+    )
+
+
+def _difference(one: Outcome, other: Outcome) -> tuple[float, float | None]:
+    """Return how much higher one's goodput per GPU is, and half of the 95 % confidence interval of that."""
+    pairs = zip(one.goodput_rps_per_gpu, other.goodput_rps_per_gpu, strict=True)
+    differences = [a - b for a, b in pairs]
+    n = len(differences)
+    if n < 2:
+        return differences[0], None
+    return fmean(differences), _T_95[min(n - 1, len(_T_95)) - 1] * stdev(differences) / math.sqrt(n)
+
+
+def _tie(best: Outcome, other: Outcome) -> bool:
+    difference, half_width = _difference(best, other)
+    if difference <= TIE_SHARE * fmean(best.goodput_rps_per_gpu):
+        return True
+    return half_width is not None and difference <= half_width
+
+
+def _headline(verdicts: Sequence[Verdict], by_load: Sequence[Sequence[Outcome]]) -> str:
+    if len(by_load[0]) == 1:
+        return f"Only {by_load[0][0].entry} was simulated, so there is nothing to compare it with."
+    sentences = []
+    for _, group in groupby(zip(verdicts, by_load, strict=True), lambda pair: _key(*pair)):
+        pairs = list(group)
+        stretch = [one for one, _ in pairs]
+        where = _loads([one.load for one in stretch])
+        if _serves_nobody(pairs[0][1]):
+            sentences.append(f"{where} no entry serves any request within its targets.")
+        elif stretch[0].runner_up is None:
+            sentences.append(f"{where} {_all_tie(pairs)}.")
+        else:
+            sentences.append(f"{where} {_lead(stretch)}.")
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+def _key(one: Verdict, outcomes: Sequence[Outcome]) -> tuple[bool, bool, frozenset[str]]:
+    """Return what neighbouring loads share that are told of together."""
+    return _serves_nobody(outcomes), one.runner_up is None, frozenset(one.leaders)
+
+
+def _serves_nobody(outcomes: Sequence[Outcome]) -> bool:
+    return all(not any(outcome.goodput_rps) for outcome in outcomes)
+
+
+def _all_tie(pairs: Sequence[tuple[Verdict, Sequence[Outcome]]]) -> str:
+    outcomes = [outcome for _, row in pairs for outcome in row]
+    lowest = min(fmean(outcome.attainment) for outcome in outcomes)
+    what = "both entries tie" if len(pairs[0][1]) == 2 else "all entries tie"
+    return f"{what}: each serves at least {_percent(lowest)} of the requests within their targets"
+
+
+def _lead(stretch: Sequence[Verdict]) -> str:
+    leaders = stretch[0].leaders
+    if len(leaders) > 1:
+        who = f"{_listed(leaders)} tie for the lead"
+    else:
+        who = f"{leaders[0]} serves the most requests within their targets"
+    parts = []
+    for one in (stretch[0], stretch[-1]) if len(stretch) > 1 else stretch:
+        at = f" at load {one.load:g}" if len(stretch) > 1 else ""
+        if one.advantage is None:
+            parts.append(f"{one.runner_up}, the next, serves none in time{at}")
+        else:
+            parts.append(f"{_percent(one.advantage)} more than {one.runner_up}{at}")
+    return f"{who}, {' and '.join(parts)}"
+
+
+def _loads(loads: Sequence[float]) -> str:
+    if len(loads) == 1:
+        return f"at load {loads[0]:g}"
+    return f"from load {loads[0]:g} to {loads[-1]:g}"
+
+
+# -- how far ----------------------------------------------------------------------------------------------------------
+
+
+def _sustained(entry: str, attainment: float, outcomes: Sequence[Outcome]) -> Sustained:
+    rate, previous = 0.0, 1.0
+    for outcome in outcomes:
+        attained = fmean(outcome.attainment)
+        if attained < attainment:
+            if rate:  # below the lowest load nothing was measured to interpolate from
+                rate += (previous - attainment) / (previous - attained) * (outcome.offered_rps - rate)
+            return Sustained(entry=entry, attainment=attainment, offered_rps=rate, is_bound=False)
+        rate, previous = outcome.offered_rps, attained
+    return Sustained(entry=entry, attainment=attainment, offered_rps=rate, is_bound=True)
+
+
+def _in_words(sustained: Sequence[Sustained]) -> Iterable[str]:
+    for attainment, group in groupby(sustained, lambda one: one.attainment):
+        ranked = sorted(group, key=lambda one: (-one.offered_rps, not one.is_bound))
+        parts = [f"{one.entry} {_rate_of(one)}" for one in ranked]
+        yield f"{_percent(attainment)} of the requests meet their targets up to a rate of: {', '.join(parts)}."
+
+
+def _rate_of(one: Sustained) -> str:
+    if not one.offered_rps:
+        return "below the lowest load"
+    rate = f"{_number(one.offered_rps)} requests/s"
+    return f"{rate} or more (the highest load)" if one.is_bound else rate
+
+
+# -- what limits ------------------------------------------------------------------------------------------------------
+
+
+def _limit(outcome: Outcome) -> str:
+    attained = f"At load {outcome.load:g} {outcome.entry} serves {_percent(fmean(outcome.attainment))} in time"
+    total = sum(outcome.missed.values())
+    if not total:
+        return f"{attained}."
+    shares = sorted(outcome.missed.items(), key=lambda item: -item[1])
+    missed = " and ".join(f"{_percent(share / total)} {MISSED[name]}" for name, share in shares if share >= 0.1 * total)
+    sentence = f"{attained}; of the others, {missed}."
+    waited = sum(outcome.held_s.values())
+    if waited > 0:
+        name, seconds = max(outcome.held_s.items(), key=lambda item: item[1])
+        sentence += (
+            f" A request waited {_number(waited)} s on average, {_percent(seconds / waited)} of it for "
+            f"{HELD.get(name, name)}; running requests held {_percent(outcome.kv_used_share)} of the KV memory."
+        )
+    return sentence
+
+
+# -- how sure ---------------------------------------------------------------------------------------------------------
+
+
+def _noise(verdicts: Sequence[Verdict], num_seeds: int) -> Iterable[str]:
+    if num_seeds < 2:
+        yield (
+            f"One draw of the traffic was simulated, so how much of a difference is chance is not known; differences of "
+            f"up to {_percent(TIE_SHARE)} are called ties. Several seeds (--seeds) would tell."
+        )
+        return
+    yield (
+        f"{num_seeds} draws of the traffic were simulated. What is called a lead is above {_percent(TIE_SHARE)} and "
+        f"outside the 95 % confidence interval of the draws' paired differences; what is not is called a tie."
+    )
+    told = [
+        f"{one.advantage / one.noise:.2g} times at load {one.load:g}"
+        for one in verdicts
+        if one.advantage is not None and one.noise
+    ]
+    if told:
+        yield f"The leads exceed the noise (half that interval) {', '.join(told)}."
+
+
+def _caveats(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    drained = max(outcomes, key=lambda outcome: outcome.drain_share)
+    if drained.drain_share <= _SHORT_DRAIN_SHARE:
+        return ()
+    return (
+        f"The traffic is short for its load: {drained.entry} at load {drained.load:g} went on for "
+        f"{_percent(drained.drain_share)} of the arrivals' time after the last one. Queues had no time to grow to their "
+        "length; more requests (--limit, or another trace) show what lasts.",
+    )
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent with two or three digits, never rounded to all or nothing."""
+    percent = share * 100
+    if 0 < percent < 0.1:
+        return "under 0.1 %"
+    if 99.9 < percent < 100:
+        return "over 99.9 %"
+    digits = 0 if percent >= 99.95 or (10 <= percent < 99 and abs(percent) < 1000) else 1
+    text = f"{percent:.{digits}f}"
+    return f"{text.removesuffix('.0')} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
