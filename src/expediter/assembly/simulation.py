@@ -22,8 +22,11 @@ from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.perfmodel.calibration import calibrated_engine
 from expediter.perfmodel.constants import engine_named
-from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel, host_tier_size, kv_capacity
+from expediter.perfmodel.dimensions import ModelShape
+from expediter.perfmodel.hardware import Gpu, gpu_named
+from expediter.perfmodel.memory import host_tier_size, kv_capacity
+from expediter.perfmodel.parallelism import Parallelism
+from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
@@ -49,8 +52,12 @@ class SimulationConfig:
     Args:
         preset: name of a preset.
         model: name of a shape, or a folder with a Hugging Face config.json.
-        gpu: name of a GPU.
-        tensor_parallel: GPUs per replica.
+        gpu: name of a GPU, or a .toml file that describes one (`perfmodel.hardware.gpu_named`).
+        prices: own prices per hour and GPU, by the GPU's name.
+        weight_dtype, kv_dtype: of the layers' weights and of KV; None for the model's.
+        tensor_parallel: GPUs that share every layer of a replica.
+        pipeline_parallel: stages that share a replica's layers.
+        expert_parallel: groups that share the experts (`perfmodel.parallelism.Parallelism`).
         replicas: number of them.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
@@ -80,7 +87,12 @@ class SimulationConfig:
     preset: str = "sarathi"
     model: str = "llama-3.1-8b"
     gpu: str = "a100-80g"
+    prices: Mapping[str, float] = field(default_factory=dict)
+    weight_dtype: str | None = None
+    kv_dtype: str | None = None
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
     replicas: int = 1
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
@@ -109,7 +121,7 @@ class SimulationConfig:
     jumps: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "replicas", "block_size", "num_blocks"):
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "block_size", "num_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
@@ -117,6 +129,11 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be negative, not {value}")
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a replica's GPUs share the model."""
+        return Parallelism(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
 
 
 class Simulation:
@@ -180,7 +197,7 @@ class Simulation:
         return build_report(
             self.metrics,
             slo=self._config.slo,
-            num_gpus=self._config.tensor_parallel * self._config.replicas,
+            num_gpus=self._config.parallelism.num_gpus * self._config.replicas,
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
             decisions=self._decisions(),
@@ -303,15 +320,30 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        step_time = RooflineModel(shape, gpu, config.tensor_parallel, engine=engine)
+        shape, gpu = _hardware(config)
+        split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+        step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+        shape, gpu = _hardware(config)
+        num_blocks = kv_capacity(
+            shape,
+            gpu,
+            config.tensor_parallel,
+            block_size,
+            pipeline_parallel=config.pipeline_parallel,
+            expert_parallel=config.expert_parallel,
+        ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        tier = host_tier_size(shape, gpu, config.tensor_parallel, block_size, config.swap_space_bytes)
+        shape, gpu = _hardware(config)
+        tier = host_tier_size(
+            shape,
+            gpu,
+            config.tensor_parallel,
+            block_size,
+            config.swap_space_bytes,
+            pipeline_parallel=config.pipeline_parallel,
+        )
         num_host_blocks = tier.num_blocks if num_host_blocks is None else num_host_blocks
         block_swap_s = tier.block_swap_s if block_swap_s is None else block_swap_s
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
@@ -331,12 +363,19 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
+def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
+    return shape, gpu_named(config.gpu, config.prices)
+
+
 def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
     return {
         "preset": setup.preset,
         "model": config.model,
         "gpu": config.gpu,
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
         "routing": setup.routing,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from expediter.cli.sizes import gibibytes
+from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,8 +75,27 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SHAPE",
         help="name, or folder with a config.json (default: %(default)s)",
     )
-    group.add_argument("--gpu", default="a100-80g", metavar="KIND", help="GPU of every replica (default: %(default)s)")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
+    group.add_argument(
+        "--gpu",
+        default="a100-80g",
+        metavar="KIND",
+        help="GPU of every replica, or a .toml file that describes one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--price",
+        type=price,
+        action="append",
+        default=[],
+        metavar="GPU=USD",
+        help="dollars per hour; may be repeated",
+    )
+    group.add_argument("--weight-dtype", metavar="TYPE", help="bf16, fp8 or fp4 (default: the model's)")
+    group.add_argument("--kv-dtype", metavar="TYPE", help="bf16 or fp8 (default: the model's)")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)")
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages per replica (default: 1)")
+    group.add_argument(
+        "--ep", type=int, default=1, metavar="N", help="groups of GPUs that share a mixture's experts (default: 1)"
+    )
     group.add_argument(
         "--engine", default="vllm", metavar="NAME", help="whose overhead the GPUs carry (default: %(default)s)"
     )
@@ -135,7 +154,12 @@ def run(args: argparse.Namespace) -> int:
         preset=args.preset,
         model=args.model,
         gpu=args.gpu,
+        prices=dict(args.price),
+        weight_dtype=args.weight_dtype,
+        kv_dtype=args.kv_dtype,
         tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        expert_parallel=args.ep,
         engine=args.engine,
         calibration=args.calibration,
         replicas=args.replicas,
