@@ -14,6 +14,7 @@ import msgspec
 from expediter import __version__
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import NO_SLO, Slo, SloClass
+from expediter.perfmodel.hardware import gpu_named
 from expediter.sim.distribution import Distribution
 from expediter.sim.report import Curves, Report
 from expediter.sim.timeline import Timeline
@@ -88,8 +89,8 @@ class Cell:
     """One entry at one load; means over the seeds where nothing else is said.
 
     Attributes:
-        goodput_rps: requests that met their targets, per second in which requests arrive; by seed. (A simulation's own
-            report divides by the whole run, the time after the last arrival included.)
+        goodput_rps: requests that met their targets, per second in which requests arrive, which is `attainment` of the
+            offered rate; by seed. (A simulation's own report divides by the whole run, until the last answer.)
         goodput_rps_per_gpu: the same per GPU; by seed.
         attainment: share of the arrived requests that met their targets; by seed.
         class_attainment: the same for each SLO class, if there are any.
@@ -132,12 +133,14 @@ class EntryFacts:
 
     Attributes:
         settings: what it has of its own beside the preset.
+        price_per_hour: of all its GPUs, in dollars; None if the GPU's is not known.
         configuration: as in a simulation's report.
     """
 
     name: str
     settings: Mapping[str, str]
     num_gpus: int
+    price_per_hour: float | None
     configuration: Mapping[str, Any]
 
 
@@ -166,6 +169,20 @@ class Comparison:
     seeds: tuple[int, ...]
     cells: tuple[Cell, ...]
     findings: Findings
+
+    @property
+    def per_gpu(self) -> bool:
+        """Whether the entries have different numbers of GPUs, so that only goodput per GPU compares."""
+        return len({entry.num_gpus for entry in self.entries}) > 1
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the entries."""
+        return [entry.name for entry in self.entries]
+
+    def cells_of(self, name: str) -> list[Cell]:
+        """Return the cells of an entry, by load."""
+        return [cell for cell in self.cells if cell.entry == name]
 
     def cells_at(self, load: float) -> list[Cell]:
         """Return the cells of a load, in the order of the entries."""
@@ -210,19 +227,12 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
     cells, num_seeds = [], len(spec.seeds)
     places = [(point, entry) for point in points for entry in spec.entries]
     for number, (point, entry) in enumerate(places):
-        cells.append(_cell(entry.name, point.load, reports[number * num_seeds : (number + 1) * num_seeds]))
+        cells.append(_cell(entry.name, point, reports[number * num_seeds : (number + 1) * num_seeds]))
+    entries = tuple(_facts(entry, reports[number * num_seeds]) for number, entry in enumerate(spec.entries))
     return Comparison(
         format=FORMAT,
         version=__version__,
-        entries=tuple(
-            EntryFacts(
-                name=entry.name,
-                settings=entry.settings,
-                num_gpus=reports[number * num_seeds].num_gpus,
-                configuration=reports[number * num_seeds].configuration,
-            )
-            for number, entry in enumerate(spec.entries)
-        ),
+        entries=entries,
         trace=recorded,
         slo=spec.entries[0].config.slo,
         slo_classes=spec.entries[0].config.slo_classes,
@@ -231,7 +241,18 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         loads=tuple(points),
         seeds=spec.seeds,
         cells=tuple(cells),
-        findings=findings(_outcomes(cells, points)),
+        findings=findings(_outcomes(cells, points), per_gpu=len({facts.num_gpus for facts in entries}) > 1),
+    )
+
+
+def _facts(entry: Entry, report: Report) -> EntryFacts:
+    price = gpu_named(entry.config.gpu, entry.config.prices).price_per_hour
+    return EntryFacts(
+        name=entry.name,
+        settings=entry.settings,
+        num_gpus=report.num_gpus,
+        price_per_hour=price * report.num_gpus if price else None,
+        configuration=report.configuration,
     )
 
 
@@ -267,19 +288,16 @@ def _specs(spec: ComparisonSpec, points: Sequence[LoadPoint]) -> Iterator[RunSpe
                 )
 
 
-def _cell(name: str, load: float, reports: Sequence[Report]) -> Cell:
+def _cell(name: str, point: LoadPoint, reports: Sequence[Report]) -> Cell:
     first = reports[0]
     assert first.timeline is not None
     assert first.curves is not None
     spans_s = [_span_s(report) for report in reports]
     attainment = tuple(report.slo_attainment or 0.0 for report in reports)
-    goodput = tuple(
-        share * report.requests.arrived / span_s
-        for share, report, span_s in zip(attainment, reports, spans_s, strict=True)
-    )
+    goodput = tuple(share * point.offered_rps for share in attainment)
     return Cell(
         entry=name,
-        load=load,
+        load=point.load,
         goodput_rps=goodput,
         goodput_rps_per_gpu=tuple(rate / first.num_gpus for rate in goodput),
         attainment=attainment,

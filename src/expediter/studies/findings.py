@@ -14,9 +14,13 @@ from itertools import groupby
 from statistics import fmean, stdev
 from typing import Final
 
+from expediter.studies.words import listed, number, percent
+
 TIE_SHARE: Final = 0.01
 ATTAINMENT_SHARES: Final = (0.99, 0.9)
 """Up to which rate so many requests meet their targets is told of every entry."""
+_WORTH_TELLING_SHARE: Final = 0.1
+"""Smaller parts of what was missed are not told of in the summary."""
 _SHORT_DRAIN_SHARE: Final = 0.25
 _T_95: Final = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -26,17 +30,17 @@ _T_95: Final = (
 """Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1 on."""
 
 HELD: Final[Mapping[str, str]] = {
-    "queued": "others going first",
-    "budget": "the token budget of each step",
-    "no_slot": "no free slot (max_num_seqs)",
-    "no_blocks": "too few free KV blocks",
-    "batch": "the batch in progress",
-    "step": "the step in progress",
-    "fairness": "their tenant's share",
-    "late": "being late already, so that others went first",
-    "preempted": "a preemption",
+    "queued": "behind others",
+    "budget": "because the token budget of the steps was used up",
+    "no_slot": "because no slot was free (max_num_seqs)",
+    "no_blocks": "because too few KV blocks were free",
+    "batch": "for the batch in progress to end",
+    "step": "for the step in progress to end",
+    "fairness": "because its tenant had had its share",
+    "late": "because it was late already and others went first",
+    "preempted": "because it had to make room for others",
 }
-"""What held requests, as the end of a sentence, by `core.explanation.Reason`."""
+"""Why a request waited, as the end of a sentence, by `core.explanation.Reason`."""
 MISSED: Final[Mapping[str, str]] = {
     "served": "were refused or not finished",
     "ttft": "had their first token too late",
@@ -102,24 +106,29 @@ class Findings:
 
     Attributes:
         headline: who leads at which loads, in a sentence or two.
-        statements: the rest in sentences, most important first.
-        caveats: what of this to take with care, in sentences.
+        reach: up to which rates the entries meet the targets, in sentences.
+        limits: what each entry misses at the highest load and what holds it, in sentences.
+        certainty: how much of the differences may be chance, in sentences.
+        caveats: what of all this to take with care, in sentences.
         verdicts: by load.
         sustained: by attainment, then by entry.
     """
 
     headline: str
-    statements: tuple[str, ...]
+    reach: tuple[str, ...]
+    limits: tuple[str, ...]
+    certainty: tuple[str, ...]
     caveats: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     sustained: tuple[Sustained, ...]
 
 
-def findings(outcomes: Sequence[Outcome]) -> Findings:
+def findings(outcomes: Sequence[Outcome], *, per_gpu: bool = False) -> Findings:
     """Return what follows from the outcomes.
 
     Args:
         outcomes: by ascending load, then by entry; every entry at every load, with equally many seeds.
+        per_gpu: whether the entries have different numbers of GPUs, so that it has to be said.
     """
     by_load = [list(group) for _, group in groupby(outcomes, lambda outcome: outcome.load)]
     verdicts = tuple(map(verdict, by_load))
@@ -129,17 +138,18 @@ def findings(outcomes: Sequence[Outcome]) -> Findings:
         for share in ATTAINMENT_SHARES
         for entry in entries
     )
-    limits = [_limit(outcome) for outcome in by_load[-1]]
     return Findings(
-        headline=_headline(verdicts, by_load),
-        statements=(*_in_words(sustained), *limits, *_noise(verdicts, len(outcomes[0].goodput_rps))),
+        headline=_headline(verdicts, by_load, per_gpu),
+        reach=tuple(_in_words(sustained)),
+        limits=tuple(map(_limit, by_load[-1])),
+        certainty=tuple(_noise(verdicts, len(outcomes[0].goodput_rps))),
         caveats=_caveats(outcomes),
         verdicts=verdicts,
         sustained=sustained,
     )
 
 
-# -- who leads ------------------------------------------------------------------------------------------------------
+# -- who leads --------------------------------------------------------------------------------------------------------
 
 
 def verdict(outcomes: Sequence[Outcome]) -> Verdict:
@@ -181,7 +191,7 @@ def _tie(best: Outcome, other: Outcome) -> bool:
     return half_width is not None and difference <= half_width
 
 
-def _headline(verdicts: Sequence[Verdict], by_load: Sequence[Sequence[Outcome]]) -> str:
+def _headline(verdicts: Sequence[Verdict], by_load: Sequence[Sequence[Outcome]], per_gpu: bool) -> str:
     if len(by_load[0]) == 1:
         return f"Only {by_load[0][0].entry} was simulated, so there is nothing to compare it with."
     sentences = []
@@ -194,7 +204,7 @@ def _headline(verdicts: Sequence[Verdict], by_load: Sequence[Sequence[Outcome]])
         elif stretch[0].runner_up is None:
             sentences.append(f"{where} {_all_tie(pairs)}.")
         else:
-            sentences.append(f"{where} {_lead(stretch)}.")
+            sentences.append(f"{where} {_lead(stretch, per_gpu)}.")
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
@@ -211,22 +221,27 @@ def _all_tie(pairs: Sequence[tuple[Verdict, Sequence[Outcome]]]) -> str:
     outcomes = [outcome for _, row in pairs for outcome in row]
     lowest = min(fmean(outcome.attainment) for outcome in outcomes)
     what = "both entries tie" if len(pairs[0][1]) == 2 else "all entries tie"
-    return f"{what}: each serves at least {_percent(lowest)} of the requests within their targets"
+    share = "all requests" if lowest == 1 else f"at least {percent(lowest)} of the requests"
+    return f"{what}: each serves {share} within their targets"
 
 
-def _lead(stretch: Sequence[Verdict]) -> str:
+def _lead(stretch: Sequence[Verdict], per_gpu: bool) -> str:
     leaders = stretch[0].leaders
+    of_gpu = " per GPU" if per_gpu else ""
     if len(leaders) > 1:
-        who = f"{_listed(leaders)} tie for the lead"
+        who = f"{listed(leaders)} tie for the lead{of_gpu}"
     else:
-        who = f"{leaders[0]} serves the most requests within their targets"
+        who = f"{leaders[0]} serves the most requests within their targets{of_gpu}"
+    told = [stretch[0], *stretch[1:][-1:]]
     parts = []
-    for one in (stretch[0], stretch[-1]) if len(stretch) > 1 else stretch:
+    for one, before in zip(told, [None, *told], strict=False):
         at = f" at load {one.load:g}" if len(stretch) > 1 else ""
         if one.advantage is None:
             parts.append(f"{one.runner_up}, the next, serves none in time{at}")
+        elif before is not None and before.runner_up == one.runner_up and before.advantage is not None:
+            parts.append(f"{percent(one.advantage)}{at}")
         else:
-            parts.append(f"{_percent(one.advantage)} more than {one.runner_up}{at}")
+            parts.append(f"{percent(one.advantage)} more than {one.runner_up}{at}")
     return f"{who}, {' and '.join(parts)}"
 
 
@@ -255,13 +270,13 @@ def _in_words(sustained: Sequence[Sustained]) -> Iterable[str]:
     for attainment, group in groupby(sustained, lambda one: one.attainment):
         ranked = sorted(group, key=lambda one: (-one.offered_rps, not one.is_bound))
         parts = [f"{one.entry} {_rate_of(one)}" for one in ranked]
-        yield f"{_percent(attainment)} of the requests meet their targets up to a rate of: {', '.join(parts)}."
+        yield f"{percent(attainment)} of the requests meet their targets up to a rate of: {', '.join(parts)}."
 
 
 def _rate_of(one: Sustained) -> str:
     if not one.offered_rps:
         return "below the lowest load"
-    rate = f"{_number(one.offered_rps)} requests/s"
+    rate = f"{number(one.offered_rps)} requests/s"
     return f"{rate} or more (the highest load)" if one.is_bound else rate
 
 
@@ -269,19 +284,23 @@ def _rate_of(one: Sustained) -> str:
 
 
 def _limit(outcome: Outcome) -> str:
-    attained = f"At load {outcome.load:g} {outcome.entry} serves {_percent(fmean(outcome.attainment))} in time"
     total = sum(outcome.missed.values())
     if not total:
-        return f"{attained}."
+        return f"{outcome.entry} serves all in time."
     shares = sorted(outcome.missed.items(), key=lambda item: -item[1])
-    missed = " and ".join(f"{_percent(share / total)} {MISSED[name]}" for name, share in shares if share >= 0.1 * total)
-    sentence = f"{attained}; of the others, {missed}."
+    missed = [
+        f"{'all' if share == total else percent(share / total)} {MISSED[name]}"
+        for name, share in shares
+        if share >= _WORTH_TELLING_SHARE * total
+    ]
+    attained = percent(fmean(outcome.attainment))
+    sentence = f"{outcome.entry} serves {attained} in time; of the others, {' and '.join(missed)}."
     waited = sum(outcome.held_s.values())
     if waited > 0:
         name, seconds = max(outcome.held_s.items(), key=lambda item: item[1])
         sentence += (
-            f" A request waited {_number(waited)} s on average, {_percent(seconds / waited)} of it for "
-            f"{HELD.get(name, name)}; running requests held {_percent(outcome.kv_used_share)} of the KV memory."
+            f" A request waited {number(waited)} s on average, {percent(seconds / waited)} of it "
+            f"{HELD.get(name, f'by {name}')}; running requests held {percent(outcome.kv_used_share)} of the KV memory."
         )
     return sentence
 
@@ -292,12 +311,12 @@ def _limit(outcome: Outcome) -> str:
 def _noise(verdicts: Sequence[Verdict], num_seeds: int) -> Iterable[str]:
     if num_seeds < 2:
         yield (
-            f"One draw of the traffic was simulated, so how much of a difference is chance is not known; differences of "
-            f"up to {_percent(TIE_SHARE)} are called ties. Several seeds (--seeds) would tell."
+            f"One draw of the traffic was simulated, so how much of a difference is chance is not known; differences "
+            f"of up to {percent(TIE_SHARE)} are called ties. Several seeds (--seeds) would tell."
         )
         return
     yield (
-        f"{num_seeds} draws of the traffic were simulated. What is called a lead is above {_percent(TIE_SHARE)} and "
+        f"{num_seeds} draws of the traffic were simulated. What is called a lead is above {percent(TIE_SHARE)} and "
         f"outside the 95 % confidence interval of the draws' paired differences; what is not is called a tie."
     )
     told = [
@@ -315,29 +334,6 @@ def _caveats(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         return ()
     return (
         f"The traffic is short for its load: {drained.entry} at load {drained.load:g} went on for "
-        f"{_percent(drained.drain_share)} of the arrivals' time after the last one. Queues had no time to grow to their "
-        "length; more requests (--limit, or another trace) show what lasts.",
+        f"{percent(drained.drain_share)} of the arrivals' time after the last one. Queues had no time to grow to "
+        "their length; more requests (--limit, or another trace) show what lasts.",
     )
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _percent(share: float) -> str:
-    """Return a share in percent with two or three digits, never rounded to all or nothing."""
-    percent = share * 100
-    if 0 < percent < 0.1:
-        return "under 0.1 %"
-    if 99.9 < percent < 100:
-        return "over 99.9 %"
-    digits = 0 if percent >= 99.95 or (10 <= percent < 99 and abs(percent) < 1000) else 1
-    text = f"{percent:.{digits}f}"
-    return f"{text.removesuffix('.0')} %"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -129,7 +130,7 @@ class Page:
 
     def add(self, *parts: str) -> None:
         """Append text; plain text becomes a paragraph."""
-        self._parts += [part if isinstance(part, Markup) else f"<p>{escape(part)}</p>" for part in parts]
+        self._parts += [part if isinstance(part, Markup) else f"<p>{words(part)}</p>" for part in parts]
 
     def figure(self, figure: Figure) -> Markup:
         """Return a plot for `add` or `grid`."""
@@ -189,6 +190,16 @@ def heading(text: str) -> Markup:
     return Markup(f"<h2>{escape(text)}</h2>")
 
 
+def subheading(text: str) -> Markup:
+    """Return a heading below a section's."""
+    return Markup(f"<h3>{escape(text)}</h3>")
+
+
+def section(*parts: Markup) -> Markup:
+    """Return parts as one; a choice in it stays in sight while the reader is in it."""
+    return Markup(f"<section>{''.join(parts)}</section>")
+
+
 def items(texts: Iterable[str]) -> Markup:
     """Return a list."""
     return Markup(f"<ul>{''.join(f'<li>{_text(text)}</li>' for text in texts)}</ul>")
@@ -199,11 +210,17 @@ def grid(*figures: Markup) -> Markup:
     return Markup(f'<div class="figures">{"".join(figures)}</div>')
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    """Return a table of figures; the first column names the rows. A cell may be `Markup`, its <td> included."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, is_text: bool = False) -> Markup:
+    """Return a table of figures, or of words; the first column names the rows.
+
+    A cell may be `Markup`, its <td> included.
+    """
     cells = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
     body = "".join(f"<tr>{''.join(_cell(cell, place) for place, cell in enumerate(row))}</tr>" for row in rows)
-    return Markup(f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>')
+    kind = ' class="left"' if is_text else ""
+    return Markup(
+        f'<div class="scroll"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Markup:
@@ -230,9 +247,8 @@ def bars(bars_: Sequence[Bar], parts: Mapping[str, str]) -> Markup:
             for name in used
             if bar.parts.get(name)
         )
-        rows.append(
-            f'<b>{escape(bar.name)}</b><span class="track">{segments}</span><span class="total">{escape(bar.total)}</span>'
-        )
+        track = f'<span class="track">{segments}</span>'
+        rows.append(f'<b>{escape(bar.name)}</b>{track}<span class="total">{escape(bar.total)}</span>')
     return Markup(f'<ul class="key">{key}</ul><div class="bars">{"".join(rows)}</div>')
 
 
@@ -243,13 +259,16 @@ def framed(title: str, content: Markup, caption: str) -> Markup:
 
 def _framed(title: str, content: str, caption: str, wide: bool) -> Markup:
     kind = ' class="wide"' if wide else ""
-    return Markup(
-        f"<figure{kind}><h3>{escape(title)}</h3>{content}<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+    return Markup(f"<figure{kind}><h3>{escape(title)}</h3>{content}<figcaption>{words(caption)}</figcaption></figure>")
+
+
+def words(text: str) -> Markup:
+    """Return text as HTML, a number and its unit on one line."""
+    return Markup(re.sub(r"(?<=\d) (?=%|s\b|ms\b)", "\u00a0", escape(text)))
 
 
 def _text(text: str) -> str:
-    return text if isinstance(text, Markup) else escape(text)
+    return text if isinstance(text, Markup) else words(text)
 
 
 def _cell(cell: str, place: int) -> str:

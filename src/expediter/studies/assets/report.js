@@ -2,7 +2,7 @@
   "use strict";
   const root = document.documentElement;
   const { figures, view: firstView } = JSON.parse(document.getElementById("data").textContent);
-  const dashes = [[], [8, 4], [3, 3], [10, 3, 3, 3], [14, 4], [2, 5], [8, 3, 2, 3, 2, 3], [5, 2]];
+  const dashes = [[], [9, 4], [3, 3], [], [14, 5], [2, 5], [], [6, 2]];
   const plots = new Map();
   let view = firstView;
 
@@ -95,6 +95,7 @@
           value: (u, v) => (v == null ? "–" : say.y(v)),
         })),
       ],
+      legend: { markers: { width: 3, dash: (u, i) => ["solid", "dashed", "dotted"][(figure.series[i - 1]?.dash ?? 2) % 3] } },
       cursor: { drag: { x: false, y: false }, points: { size: 7 } },
       hooks: { draw: [marksOf(shown, ink), rangesOf(shown, strokes)] },
     };
