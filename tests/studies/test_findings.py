@@ -20,6 +20,7 @@ def outcome(entry: str, *attainment: float, load: float = 1.0, **more) -> Outcom
         load=load,
         offered_rps=10 * load,
         **{
+            "num_requests": 1000,
             "goodput_rps": rates,
             "goodput_rps_per_gpu": rates,
             "attainment": attainment,
@@ -48,6 +49,13 @@ def test_less_than_a_hundredth_is_a_tie_and_more_is_not():
     assert far.runner_up == "a"
     assert far.advantage == pytest.approx(0.05 / 0.9)
     assert far.noise is None
+
+
+def test_a_handful_of_requests_is_a_tie():
+    assert verdict([outcome("a", 0.9, num_requests=50), outcome("b", 0.8, num_requests=50)]).runner_up is None
+    assert verdict([outcome("a", 0.9, num_requests=60), outcome("b", 0.8, num_requests=60)]).runner_up == "b"
+    several = [outcome("a", 0.90, 0.90, num_requests=50), outcome("b", 0.86, 0.86, num_requests=50)]
+    assert verdict(several).runner_up is None
 
 
 def test_a_difference_within_the_noise_is_a_tie():
@@ -115,8 +123,8 @@ def test_limits_say_what_was_missed_and_what_held():
     (told,) = findings([outcome("a", 0.6, missed={"ttft": 0.3, "tpot": 0.09, "e2e": 0.01})]).limits
     assert told == (
         "a serves 60 % in time; of the others, 75 % had their first token too late and 22 % got their tokens too "
-        "slowly. A request waited 4 s on average, 75 % of it because too few KV blocks were free; running requests held "
-        "90 % of the KV memory."
+        "slowly. A request waited 4 s on average, 75 % of it because too few KV blocks were free; running requests "
+        "held 90 % of the KV memory."
     )
 
 

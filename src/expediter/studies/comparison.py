@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from expediter import __version__
+from expediter.assembly.simulation import pools_of
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.perfmodel.hardware import gpu_named
@@ -229,6 +230,7 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
     for number, (point, entry) in enumerate(places):
         cells.append(_cell(entry.name, point, reports[number * num_seeds : (number + 1) * num_seeds]))
     entries = tuple(_facts(entry, reports[number * num_seeds]) for number, entry in enumerate(spec.entries))
+    per_gpu = len({facts.num_gpus for facts in entries}) > 1
     return Comparison(
         format=FORMAT,
         version=__version__,
@@ -241,17 +243,22 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         loads=tuple(points),
         seeds=spec.seeds,
         cells=tuple(cells),
-        findings=findings(_outcomes(cells, points), per_gpu=len({facts.num_gpus for facts in entries}) > 1),
+        findings=findings(
+            _outcomes(cells, points, recorded.num_requests), per_gpu=len({facts.num_gpus for facts in entries}) > 1
+        ),
     )
 
 
 def _facts(entry: Entry, report: Report) -> EntryFacts:
-    price = gpu_named(entry.config.gpu, entry.config.prices).price_per_hour
+    config = entry.config
+    prices = [
+        (pool.num_gpus, gpu_named(pool.gpu or config.gpu, config.prices).price_per_hour) for pool in pools_of(config)
+    ]
     return EntryFacts(
         name=entry.name,
         settings=entry.settings,
         num_gpus=report.num_gpus,
-        price_per_hour=price * report.num_gpus if price else None,
+        price_per_hour=sum(count * price for count, price in prices) if all(price for _, price in prices) else None,
         configuration=report.configuration,
     )
 
@@ -355,13 +362,14 @@ def _mean_by_name(reports: Sequence[Report], values: Callable[[Report], Mapping[
     return {name: fmean(row.get(name, 0.0) for row in by_report) for name in names}
 
 
-def _outcomes(cells: Sequence[Cell], points: Sequence[LoadPoint]) -> list[Outcome]:
+def _outcomes(cells: Sequence[Cell], points: Sequence[LoadPoint], num_requests: int) -> list[Outcome]:
     offered = {point.load: point.offered_rps for point in points}
     return [
         Outcome(
             entry=cell.entry,
             load=cell.load,
             offered_rps=offered[cell.load],
+            num_requests=num_requests,
             goodput_rps=cell.goodput_rps,
             goodput_rps_per_gpu=cell.goodput_rps_per_gpu,
             attainment=cell.attainment,

@@ -92,6 +92,12 @@ def _summary(comparison: Comparison) -> Markup:
 def _hardware(comparison: Comparison, name: str) -> str:
     setup = next(entry.configuration for entry in comparison.entries if entry.name == name)
     num_gpus = next(entry.num_gpus for entry in comparison.entries if entry.name == name)
+    if setup["pools"]:
+        return " + ".join(
+            f"{pool['replicas']} x {pool['tensor_parallel'] * pool['pipeline_parallel']} "
+            f"{pool.get('gpu') or setup['gpu']} {pool['role']}"
+            for pool in setup["pools"]
+        )
     replicas = setup["replicas"]
     each = f"{num_gpus} {setup['gpu']} GPU{'s' if num_gpus > 1 else ''}"
     return f"{each} in {replicas} replicas" if replicas > 1 else each

@@ -4,6 +4,7 @@ sarathi                                     a preset
 sarathi:max_num_batched_tokens=512          with another setting
 small=sarathi:max_num_batched_tokens=512    the same under a name
 sarathi:gpu=h100,replicas=2                 on other hardware than the rest
+sarathi:pool=prefill;tp=2,pool=decode       on pools, as --pool describes them, with ; in place of : and ,
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from expediter.assembly.pools import PoolConfig, parse_pool
 from expediter.assembly.presets import load_preset
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.errors import ConfigurationError
@@ -29,6 +31,11 @@ def _gibibytes(text: str) -> int:
     if not (math.isfinite(size) and size >= 0):
         raise ValueError(text)
     return int(size * _GIB)
+
+
+def _pool(text: str) -> PoolConfig:
+    role, _, rest = text.partition(";")
+    return parse_pool(f"{role}:{rest.replace(';', ',')}")
 
 
 def _switch(text: str) -> bool:
@@ -50,11 +57,14 @@ _SETTINGS: Final[Mapping[str, tuple[str, Callable[[str], Any], str]]] = {
     "num_gpu_blocks_override": ("num_blocks", _count, "a number"),
     "ordering": ("ordering", str, "a name"),
     "preemption_mode": ("preemption_mode", str, "a name"),
+    "pool": ("pools", _pool, "a pool"),
+    "pp": ("pipeline_parallel", _count, "a number"),
     "prefix_caching": ("prefix_caching", _switch, "on or off"),
     "replicas": ("replicas", _count, "a number"),
     "routing": ("routing", str, "a name"),
     "swap_space": ("swap_space_bytes", _gibibytes, "a number of GiB"),
     "tp": ("tensor_parallel", _count, "a number"),
+    "transfer": ("transfer", str, "a style"),
     "victims": ("victims", str, "a name"),
 }
 """By the names of `simulate`'s flags: field of `SimulationConfig`, how it is read, and what it should be."""
@@ -79,7 +89,7 @@ class Entry:
 def parse_entry(text: str, base: SimulationConfig) -> Entry:
     """Return the entry that `[NAME=]PRESET[:SETTING=VALUE,...]` describes, on top of what all entries share.
 
-    Settings are `simulate`'s flags without the dashes; `-` and `_` are the same.
+    Settings are `simulate`'s flags without the dashes; `-` and `_` are the same. `pool` may be repeated.
 
     Raises:
         ConfigurationError: the text is not of that form, or names something that does not exist; the message lists
@@ -98,15 +108,20 @@ def parse_entry(text: str, base: SimulationConfig) -> Entry:
         if key not in _SETTINGS:
             raise ConfigurationError(f"{text!r}: no setting {key!r}; there are: {', '.join(SETTING_NAMES)}")
         field, read, what = _SETTINGS[key]
-        if key in settings:
+        if key in settings and key != "pool":
             raise ConfigurationError(f"{text!r}: {key} is set twice")
         try:
-            changes[field] = read(value)
+            setting = read(value)
         except (ValueError, KeyError) as error:
             raise ConfigurationError(f"{text!r}: {key} must be {what}, not {value!r}") from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{text!r}: {error}") from error
         if not value:
             raise ConfigurationError(f"{text!r}: {key} has no value")
-        settings[key] = value
+        if key == "pool":
+            setting = (*changes.get(field, ()), setting)
+            value = f"{settings[key]} {value}" if key in settings else value
+        changes[field], settings[key] = setting, value
     try:
         config = replace(base, preset=preset, **changes)
         build_simulation(replace(config, replicas=1))  # so that a wrong name is said before anything has run

@@ -1,7 +1,8 @@
 """What follows from a comparison: who leads at which load, by how much, what limits each, and how sure that is.
 
-Two entries *tie* at a load where the better one's goodput is less than `TIE_SHARE` above the other's, or, with several
-seeds, where the 95 % confidence interval of their difference contains 0. Seeds are paired: each entry serves the same
+Two entries *tie* at a load where the better one's goodput is less than `TIE_SHARE` above the other's, where it is less
+than `LEAST_REQUESTS` requests, or, with several seeds, where the 95 % confidence interval of their difference contains
+0. Seeds are paired: each entry serves the same
 draws of the traffic, so what the draws have in common does not blur the difference.
 """
 
@@ -17,6 +18,9 @@ from typing import Final
 from expediter.studies.words import listed, number, percent
 
 TIE_SHARE: Final = 0.01
+LEAST_REQUESTS: Final = 6
+"""Of all draws together: that fewer requests went better with one than with the other, and none worse, may be chance (a
+sign test needs six for 5 %)."""
 ATTAINMENT_SHARES: Final = (0.99, 0.9)
 """Up to which rate so many requests meet their targets is told of every entry."""
 _WORTH_TELLING_SHARE: Final = 0.1
@@ -57,6 +61,7 @@ class Outcome:
     entry: str
     load: float
     offered_rps: float
+    num_requests: int
     goodput_rps: tuple[float, ...]
     goodput_rps_per_gpu: tuple[float, ...]
     attainment: tuple[float, ...]
@@ -186,7 +191,11 @@ def _difference(one: Outcome, other: Outcome) -> tuple[float, float | None]:
 
 def _tie(best: Outcome, other: Outcome) -> bool:
     difference, half_width = _difference(best, other)
-    if difference <= TIE_SHARE * fmean(best.goodput_rps_per_gpu):
+    goodput = fmean(best.goodput_rps_per_gpu)
+    if difference <= TIE_SHARE * goodput:
+        return True
+    num_better = difference / goodput * sum(best.attainment) * best.num_requests
+    if num_better < LEAST_REQUESTS - 0.5:  # whole numbers, but for rounding
         return True
     return half_width is not None and difference <= half_width
 
@@ -312,12 +321,14 @@ def _noise(verdicts: Sequence[Verdict], num_seeds: int) -> Iterable[str]:
     if num_seeds < 2:
         yield (
             f"One draw of the traffic was simulated, so how much of a difference is chance is not known; differences "
-            f"of up to {percent(TIE_SHARE)} are called ties. Several seeds (--seeds) would tell."
+            f"of up to {percent(TIE_SHARE)} or of less than {LEAST_REQUESTS} requests are called ties. Several seeds "
+            "(--seeds) would tell."
         )
         return
     yield (
-        f"{num_seeds} draws of the traffic were simulated. What is called a lead is above {percent(TIE_SHARE)} and "
-        f"outside the 95 % confidence interval of the draws' paired differences; what is not is called a tie."
+        f"{num_seeds} draws of the traffic were simulated. What is called a lead is above {percent(TIE_SHARE)}, at "
+        f"least {LEAST_REQUESTS} requests and outside the 95 % confidence interval of the draws' paired differences; "
+        "what is not is called a tie."
     )
     told = [
         f"{one.advantage / one.noise:.2g} times at load {one.load:g}"
