@@ -243,9 +243,7 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         loads=tuple(points),
         seeds=spec.seeds,
         cells=tuple(cells),
-        findings=findings(
-            _outcomes(cells, points, recorded.num_requests), per_gpu=len({facts.num_gpus for facts in entries}) > 1
-        ),
+        findings=findings(_outcomes(cells, points, recorded.num_requests), per_gpu=per_gpu),
     )
 
 
