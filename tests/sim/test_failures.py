@@ -1,6 +1,7 @@
 """Replicas that crash, come back or run slowly, and transfers that are lost: every request still ends exactly once."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 from sim_builders import ConstantTime, ContextTime
 from test_handoffs import DECODE, PREFILL, ROWS, run, small
 
+from expediter.assembly.file_config import load_file_config
 from expediter.assembly.pools import PoolConfig
 from expediter.assembly.simulation import SimulationConfig, build_simulation
+from expediter.cli.cluster_flags import failures_of
 from expediter.core.errors import ConfigurationError
 from expediter.sim.failures import Crash, FailureConfig, Slowdown
 
@@ -208,6 +211,44 @@ def test_every_request_ends_once_whatever_fails(
                 assert line["output_tokens"] == rows[int(line["request"][1:8])][2]
         told.append(lines)
     assert told[0] == told[1]
+
+
+def flags(*words):
+    from expediter.cli.main import build_parser
+
+    return build_parser().parse_args(["simulate", "--trace", "demo", *words])
+
+
+def test_failures_come_from_flags_over_a_file(tmp_path):
+    path = tmp_path / "failures.toml"
+    path.write_text(
+        "[failures]\ncrash_every_s = 600\nseed = 3\n"
+        "crashes = [{replica = 1, at_s = 5.0, down_s = inf}]\nslowdowns = [{replica = 0, at_s = 1.0, for_s = 2.0}]\n"
+    )
+    base = load_file_config(path).failures
+    assert base == FailureConfig(
+        crash_every_s=600.0,
+        seed=3,
+        crashes=(Crash(replica=1, at_s=5.0, down_s=math.inf),),
+        slowdowns=(Slowdown(replica=0, at_s=1.0, for_s=2.0),),
+    )
+    words = ("--crash", "replica=0,at=2", "--crash", "replica=0,at=9,down=3", "--lose-transfers", "0.5")
+    assert failures_of(flags(*words), base) == replace(
+        base, crashes=(Crash(replica=0, at_s=2.0), Crash(replica=0, at_s=9.0, down_s=3.0)), lose_transfers=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--crash", "replica=0"), "--crash 'replica=0': at is missing"),
+        (("--crash", "replica=0,when=3"), "'when=3' is not NAME=NUMBER of the names replica, at, down"),
+        (("--slow", "replica=x,at=1,for=2"), "'replica=x' is not NAME=NUMBER"),
+    ],
+)
+def test_wrong_flags_are_answered_with_what_is_wrong(words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        failures_of(flags(*words), FailureConfig())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from expediter.cli.cluster_flags import add_cluster_flags, cluster_facts, cluster_fields, hardware_text, pools_table
+from expediter.cli.cluster_flags import (
+    add_cluster_flags,
+    add_failure_flags,
+    cluster_facts,
+    cluster_fields,
+    failures_of,
+    hardware_text,
+    pools_table,
+)
 from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
@@ -46,13 +54,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="ttft=S,tpot=S,e2e=S",
         help="targets in seconds of requests without any (default: %(default)s)",
     )
-    what.add_argument("--config", metavar="FILE", help="TOML file with the SLO classes that the trace names")
+    what.add_argument("--config", metavar="FILE", help="TOML file: SLO classes, failures")
     what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
     what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
     what.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
     _add_cluster_flags(parser.add_argument_group("what serves it"))
     _add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
     _add_policy_flags(parser.add_argument_group("parts of the policy (default: the preset's; a wrong name lists them)"))
+    add_failure_flags(parser.add_argument_group("what goes wrong (default: nothing)"))
     out = parser.add_argument_group("output")
     out.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
@@ -152,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from expediter.core.slo import parse_slo
 
+    file_config = load_file_config(args.config)
     config = SimulationConfig(
         preset=args.preset,
         model=args.model,
@@ -166,8 +176,9 @@ def run(args: argparse.Namespace) -> int:
         calibration=args.calibration,
         replicas=args.replicas,
         **cluster_fields(args),
+        failures=failures_of(args, file_config.failures),
         slo=parse_slo(args.slo),
-        slo_classes=load_file_config(args.config).slo_classes,
+        slo_classes=file_config.slo_classes,
         routing=args.routing,
         ordering=args.ordering,
         batching=args.batching,
