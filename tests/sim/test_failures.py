@@ -13,6 +13,7 @@ from expediter.assembly.file_config import load_file_config
 from expediter.assembly.pools import PoolConfig
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.cli.cluster_flags import failures_of
+from expediter.cli.main import build_parser
 from expediter.core.errors import ConfigurationError
 from expediter.sim.failures import Crash, FailureConfig, Slowdown
 
@@ -214,8 +215,6 @@ def test_every_request_ends_once_whatever_fails(
 
 
 def flags(*words):
-    from expediter.cli.main import build_parser
-
     return build_parser().parse_args(["simulate", "--trace", "demo", *words])
 
 
