@@ -15,7 +15,14 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.slo import Slo
 from expediter.studies.planning.answer import Plan
 from expediter.studies.planning.planner import PlanConfig, make_plan
-from expediter.studies.planning.setups import SearchSpace
+from expediter.studies.planning.serve_command import serve_command
+from expediter.studies.planning.setups import (
+    DEFAULT_BUDGETS,
+    DEFAULT_PREFILL_SHARES,
+    DEFAULT_PRESETS,
+    SearchSpace,
+    Setup,
+)
 from expediter.studies.planning.trial import Trial, measure, measure_unless_lost
 from expediter.studies.runs import TraceSpec
 from expediter.studies.workers import Workers
@@ -166,6 +173,36 @@ def test_the_command_prints_set_ups_commands_and_what_they_rest_on(capsys, tmp_p
     assert saved["choices"][0]["point"]["cost_per_hour"] == 1.25
 
 
+def test_the_page_holds_the_plan_and_loads_nothing(tmp_path):
+    page = tmp_path / "plan.html"
+    assert main([*SMALL, "--gpu", "a100-80g", "--gpu", "l40s", "--seeds", "2", "--html", str(page)]) == 0
+    html = page.read_text()
+    assert "expediter plan --rate 4 --requests 40" in html
+    assert "--html plan.html" in html
+    assert "What breaks first" in html
+    assert "src=" not in html
+    assert "href=" not in html
+
+
+def test_replicas_for_prompts_alone_are_simulated_and_not_served(plan):
+    setup = Setup(gpu="h100", price_per_hour=6.1, preset="distserve", prefill_share=0.5, decode_tensor_parallel=2)
+    sizes = [(setup.num_prefill(size), setup.num_gpus(size)) for size in range(2, 6)]
+    assert sizes == [(1, 3), (2, 5), (2, 6), (2, 8)]
+    trial = Trial(config=setup.simulation(QUESTION.base, 2), traffic=QUESTION.traffic, attainment=0.9)
+    measured = measure(trial)
+    assert measured.network_share > 0
+    command = serve_command(setup, 2, QUESTION.base)
+    assert command.line is None
+    assert "only simulated" in command.notes[0]
+
+
+def test_the_flags_default_to_what_the_search_space_does():
+    args = build_parser().parse_args(SMALL[:3])
+    assert tuple(args.preset.split(",")) == DEFAULT_PRESETS
+    assert tuple(map(int, args.max_num_batched_tokens.split(","))) == DEFAULT_BUDGETS
+    assert tuple(map(float, args.prefill_share.split(","))) == DEFAULT_PREFILL_SHARES
+
+
 def test_the_command_says_why_nothing_will_do(capsys):
     code = main([*SMALL, "--model", "llama-3.1-405b", "--gpu", "a10"])
     said = " ".join(capsys.readouterr().out.split())
@@ -181,7 +218,7 @@ def test_the_command_says_why_nothing_will_do(capsys):
         (["--gpu", "a10=cheap"], "--gpu takes KIND or KIND=DOLLARS"),
         (["--trace", "demo"], "either --trace, or --rate"),
         (["--input-tokens", "many"], "--input-tokens takes MEAN or MEAN,CV"),
-        (["--tp", "two"], "--tp takes integers"),
+        (["--tp", "two"], "--tp takes whole numbers"),
         (["--json", "/nowhere/plan.json"], "cannot write '/nowhere/plan.json'"),
         (["--preset", "fastest"], "no preset 'fastest'; there are:"),
     ],

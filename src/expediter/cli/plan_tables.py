@@ -33,7 +33,7 @@ def print_plan(plan: Plan) -> None:
             console.print(f"{number}. {_latencies(choice.point)}. {_breaks(choice)}")
         console.print("\nTo serve:")
         for number, choice in enumerate(plan.choices, 1):
-            console.print(f"{number}. {choice.command.line}")
+            console.print(f"{number}. {choice.command.line or '-'}")
         for note in dict.fromkeys(note for choice in plan.choices for note in choice.command.notes):
             console.print(f"   ({note})")
     else:

@@ -41,6 +41,7 @@ class Choice:
         point: how it served the trace.
         bears: largest multiple of the arrival rate, of those tried, that it served as well; 1 for none above.
         fails_at: least multiple above that at which it did not; None if it bore all that were tried.
+        loads: the multiples that were tried, with the attainment at each, ascending.
         limit: what breaks first, from the run at `fails_at`, or at one replica less if there is none.
         command: how to serve it.
         borrowed: which of its step times' constants were not measured on its GPU.
@@ -49,6 +50,7 @@ class Choice:
     point: Point
     bears: float
     fails_at: float | None
+    loads: Sequence[tuple[float, float]]
     limit: Limit
     command: ServeCommand
     borrowed: Sequence[str]

@@ -45,6 +45,7 @@ ENGINES: Final[Mapping[str, Ranges]] = {
     "vllm": _SERVED,
     "trtllm": _SERVED,
     "sglang": _SERVED,
+    "vllm-0.18": Ranges(tokens=8255, prompt_tokens=8192, batch=64, context_tokens=8704),
     "eager-a100": _EAGER,
     "eager-h100": _EAGER,
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
 from expediter.core.errors import ConfigurationError
@@ -83,6 +83,14 @@ def make_plan(config: PlanConfig, workers: Workers, told: Told | None = None) ->
         ConfigurationError: the traffic or the model cannot be used, or no set-up can hold the model.
     """
     return _Planner(config, workers, told).plan()
+
+
+class _Margin(NamedTuple):
+    """Largest load that a set-up bears, the least above at which it fails if one was tried, and the runs by load."""
+
+    bears: float
+    fails_at: float | None
+    runs: Mapping[float, Measured]
 
 
 class _Planner:
@@ -199,41 +207,38 @@ class _Planner:
         passed = passed[: self._config.top]
         sizes = [Size(point.setup, point.replicas) for point in passed]
         self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > setup.least_size])
-        margins = self._margins(sizes)
+        self._look_at(_just_too_cheap(found, sizes))
         base = self._config.base
         choices = [
             Choice(
                 point=point,
-                bears=bears,
-                fails_at=fails_at,
-                limit=limit_of(failed),
+                bears=margin.bears,
+                fails_at=margin.fails_at,
+                loads=[(load, margin.runs[load].attainment) for load in sorted(margin.runs)],
+                limit=limit_of(None if margin.fails_at is None else margin.runs[margin.fails_at]),
                 command=serve_command(point.setup, point.replicas, base),
                 borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
             )
-            for point, (bears, fails_at, failed) in zip(passed, margins, strict=True)
+            for point, margin in zip(passed, self._margins(passed), strict=True)
         ]
         return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
 
-    def _margins(self, sizes: Sequence[Size]) -> list[tuple[float, float | None, Measured | None]]:
-        """Return, for each, the largest load it bears, the least above at which it fails, and the run there."""
-        low, high = [-1] * len(sizes), [len(_MORE_LOAD)] * len(sizes)
-        failed: list[Measured | None] = [None] * len(sizes)
+    def _margins(self, points: Sequence[Point]) -> list[_Margin]:
+        """Bisect, for each, between the loads that it bears and those that it does not."""
+        low, high = [-1] * len(points), [len(_MORE_LOAD)] * len(points)
+        runs: list[dict[float, Measured]] = [{1.0: point.measured} for point in points]
+        sizes = [Size(point.setup, point.replicas) for point in points]
         while open_ := [i for i in range(len(sizes)) if high[i] - low[i] > 1]:
             middles = {i: (low[i] + high[i]) // 2 for i in open_}
             trials = [(sizes[i], self._trial(sizes[i], rate_scale=_MORE_LOAD[middles[i]])) for i in open_]
             for i, measured in zip(open_, self._run("more load", measure, trials), strict=True):
+                runs[i][_MORE_LOAD[middles[i]]] = measured
                 if self._meets(measured.attainment):
                     low[i] = middles[i]
                 else:
-                    high[i], failed[i] = middles[i], measured
-        return [
-            (
-                1.0 if low[i] < 0 else _MORE_LOAD[low[i]],
-                None if high[i] == len(_MORE_LOAD) else _MORE_LOAD[high[i]],
-                failed[i],
-            )
-            for i in range(len(sizes))
-        ]
+                    high[i] = middles[i]
+        loads = (1.0, *_MORE_LOAD, None)
+        return [_Margin(loads[low[i] + 1] or 1.0, loads[high[i] + 1], runs[i]) for i in range(len(points))]
 
     def _nearest(self, found: Search) -> tuple[Point, Limit] | None:
         """Return the best of some that failed, each at the largest size that was tried."""
@@ -244,6 +249,19 @@ class _Planner:
             return None
         point = max(self._points.values(), key=lambda p: (p.measured.attainment, -p.cost_per_hour))
         return point, limit_of(point.measured)
+
+
+def _just_too_cheap(found: Search, sizes: Sequence[Size]) -> list[Size]:
+    """Return, of each kind of GPU, the dearest size that failed and costs less than the cheapest that passed."""
+    if not sizes:
+        return []
+    below = sizes[0].cost_per_hour
+    failed = [Size(b.setup, b.failed) for b in found.brackets if b.failed >= b.setup.least_size]
+    dearest: dict[str, Size] = {}
+    for size in sorted(failed, key=lambda size: size.cost_per_hour):
+        if size.cost_per_hour < below:
+            dearest[size.setup.gpu] = size
+    return list(dearest.values())
 
 
 def _least_slack(measured: Measured) -> float:
