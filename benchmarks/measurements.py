@@ -17,8 +17,9 @@ from statistics import median
 from typing import Final
 
 from expediter.core.plan import StepFeatures
-from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
 from expediter.perfmodel.hardware import gpu_named
+from expediter.perfmodel.measurements import Measurement, decode_step, prefill_step
+from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.shapes import shape_named
 
 DATA: Final = Path(
@@ -99,8 +100,7 @@ def _labelled(
     measurement = Measurement(
         shape=shape_named(_SPLITWISE_MODELS[model]),
         gpu=gpu_named(gpu),
-        tensor_parallel=n,
-        expert_parallel=1,
+        parallelism=Parallelism(tensor=n),
         parts=((1.0, step),),
         time_s=ms / 1e3,
     )
@@ -223,8 +223,7 @@ def _labelled_row(
     measurement = Measurement(
         shape=shape_named(source.shape),
         gpu=gpu_named("h100"),
-        tensor_parallel=n,
-        expert_parallel=max(1, int(float(row["moe_ep_size"] or 1))),
+        parallelism=Parallelism(tensor=n, expert=max(1, int(float(row["moe_ep_size"] or 1)))),
         parts=parts,
         time_s=ms / 1e3,
     )
@@ -266,6 +265,7 @@ class Dataset:
 
 
 _EAGER: Final = (
+    "worker_s",
     "seq_s",
     "decode_launch_s",
     "prefill_launch_s",

@@ -103,7 +103,7 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="CSV of measured steps to fit the engine to (docs/perfmodel.md)",
+        help="measured steps to fit the engine to: a CSV, or a server's steps (docs/perfmodel.md)",
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     group.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")

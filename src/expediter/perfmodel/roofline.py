@@ -73,7 +73,8 @@ class RooflineModel:
         parallelism = Parallelism(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
         parallelism.check(shape, gpu)
         engine = engine_named(DEFAULT_ENGINE) if engine is None else engine
-        self._host_s, self._host_prefill_s, self._seq_s = engine.step_s, engine.prefill_step_s, engine.seq_s
+        self._host_s = engine.step_s + engine.worker_s * tensor_parallel
+        self._host_prefill_s, self._seq_s = engine.prefill_step_s, engine.seq_s
         self._decode_launch_s, self._prefill_launch_s = engine.decode_launch_s, engine.prefill_launch_s
         self._num_stages, self._num_groups = parallelism.pipeline, parallelism.num_groups
         self._is_split = self._num_stages * self._num_groups > 1
