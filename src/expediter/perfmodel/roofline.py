@@ -46,7 +46,7 @@ from expediter.perfmodel.parallelism import Parallelism
 _SMALL_KERNELS: Final = 5  # two norms with the residual, rotation, KV write, activation
 _FITTED_HEAD: Final = 128
 _HEAD_EXPONENT: Final = 0.3
-"""Prefill attention on H100 reaches 0.53, 0.67, 0.76 and 0.79 of the peak with heads of 64, 128, 192 and 256 elements."""
+"""Prefill attention on H100 reaches 0.53, 0.67, 0.76, 0.79 of the peak with heads of 64, 128, 192, 256 elements."""
 _CONVERSIONS: Final = 2  # to fp8: the outputs of attention and activation; norms write fp8 themselves
 DEFAULT_ENGINE: Final = "vllm"
 
