@@ -19,6 +19,7 @@ from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
+from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -235,7 +236,12 @@ class Simulation:
             self._check_classes(requests)  # before the work is done
             if self._description["routing"] in SESSION_ROUTINGS:
                 requests = requests.with_sessions()
-        explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
+        explain = tuple(explain)
+        explainer = Explainer(
+            explain,
+            lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s),
+            RoutingNotes(len(explain)) if len(self._replicas) > 1 else None,
+        )
         self._observers.add(explainer)
         self.explanations = explainer.spans
         if events is not None:
