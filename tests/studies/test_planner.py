@@ -35,7 +35,7 @@ QUESTION = PlanConfig(
         tensor_parallel=(1, 2),
         pipeline_parallel=(1,),
         presets=("sarathi", "expediter"),
-        budgets=(512, 2048),
+        budgets=(1024,),
         max_gpus=6,
     ),
     attainment=0.95,
@@ -187,7 +187,7 @@ def test_the_page_holds_the_plan_and_loads_nothing(tmp_path):
 def test_replicas_for_prompts_alone_are_simulated_and_not_served(plan):
     setup = Setup(gpu="h100", price_per_hour=6.1, preset="distserve", prefill_share=0.5, decode_tensor_parallel=2)
     sizes = [(setup.num_prefill(size), setup.num_gpus(size)) for size in range(2, 6)]
-    assert sizes == [(1, 3), (2, 5), (2, 6), (2, 8)]
+    assert sizes == [(1, 3), (2, 4), (2, 6), (2, 8)]
     trial = Trial(config=setup.simulation(QUESTION.base, 2), traffic=QUESTION.traffic, attainment=0.9)
     measured = measure(trial)
     assert measured.network_share > 0

@@ -100,7 +100,9 @@ def _attainment_figure(plan: Plan) -> Figure:
         caption="Share of the requests that met all their targets. The line joins what nothing cheaper surpasses; "
         "every other simulated set-up is a point. Simulations that were given up early are not shown.",
         x=_COST,
-        y=Axis(label="in time", name="in time", unit="share", min=_floor(p.measured.attainment for p in plan.points), max=1),
+        y=Axis(
+            label="in time", name="in time", unit="share", min=_floor(p.measured.attainment for p in plan.points), max=1
+        ),
         series=[Series(name="best", colour="series-0", dash=0), Series(name="others", colour="series-1", dash=1)],
         views={"": _scatter(sorted(best), sorted(others))},
         points=True,
