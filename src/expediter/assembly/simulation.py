@@ -17,8 +17,8 @@ from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
-from expediter.control.handoff import transfer_style
-from expediter.control.routing.build import RoutingConfig, make_router
+from expediter.control.handoff import TransferStyle, transfer_style
+from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -73,7 +73,7 @@ class SimulationConfig:
         replicas: number of them.
         pools: what the cluster consists of, in place of `replicas` that are all alike and do everything; what a pool
             leaves open is as said here, but for the sizes of its parallel groups.
-        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`).
+        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`); None: the preset's.
         transfer_lease_s, transfer_retries: when a transfer counts as lost, and how often it is begun anew.
         network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
         network_latency_s: of that way; None for the GPU's.
@@ -116,7 +116,7 @@ class SimulationConfig:
     expert_parallel: int = 1
     replicas: int = 1
     pools: tuple[PoolConfig, ...] = ()
-    transfer: str = "pull"
+    transfer: str | None = None
     transfer_lease_s: float = 30.0
     transfer_retries: int = 1
     network_bandwidth: float | None = None
@@ -163,7 +163,8 @@ class SimulationConfig:
         self.failures.check(sum(pool.replicas for pool in self.pools) or self.replicas)
         if self.cold_start_s is not None and not self.cold_start_s > 0:
             raise ConfigurationError(f"cold_start_s must be above 0, not {self.cold_start_s}")
-        transfer_style(self.transfer)
+        if self.transfer is not None:
+            transfer_style(self.transfer)
 
     @property
     def parallelism(self) -> Parallelism:
@@ -232,6 +233,8 @@ class Simulation:
         """
         if isinstance(requests, Trace):
             self._check_classes(requests)  # before the work is done
+            if self._description["routing"] in SESSION_ROUTINGS:
+                requests = requests.with_sessions()
         explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
         self._observers.add(explainer)
         self.explanations = explainer.spans
@@ -409,16 +412,22 @@ def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:
 
 
 def pools_of(config: SimulationConfig) -> tuple[PoolConfig, ...]:
-    """Return the pools of a simulation; without any, one of replicas that are alike and do everything."""
+    """Return the pools of a simulation; without any, its replicas as the preset splits them, all of them alike."""
     if config.pools:
         return config.pools
+    all_mixed = PoolConfig(
+        replicas=config.replicas,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        expert_parallel=config.expert_parallel,
+    )
+    num_prefill = load_preset(config.preset).cluster.num_prefill(config.replicas)
+    if not num_prefill:
+        return (all_mixed,)
+    num_decode = config.replicas - num_prefill
     return (
-        PoolConfig(
-            replicas=config.replicas,
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-            expert_parallel=config.expert_parallel,
-        ),
+        replace(all_mixed, role="prefill", replicas=num_prefill),
+        replace(all_mixed, role="decode", replicas=num_decode),
     )
 
 
@@ -435,7 +444,8 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
 def _network(config: SimulationConfig, pools: Sequence[PoolConfig]) -> tuple[Network, TransferConfig]:
     links: dict[int, Link] = {}
     num_layers, kv_bytes = 1, config.kv_bytes_per_token
-    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or config.transfer == "layerwise":
+    style = transfer_style(config.transfer or load_preset(config.preset).cluster.transfer)
+    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or style is TransferStyle.LAYERWISE:
         shape = hardware_of(config)[0]
         num_layers, kv_bytes = shape.num_layers, shape.kv_bytes_per_token if kv_bytes is None else kv_bytes
     for replica_id, pool in enumerate(pools):
@@ -446,7 +456,7 @@ def _network(config: SimulationConfig, pools: Sequence[PoolConfig]) -> tuple[Net
             latency_s = gpu.network_latency_s if latency_s is None else latency_s
         links[replica_id] = Link(bandwidth=bandwidth * pool.num_gpus_per_replica, latency_s=latency_s)
     transfers = TransferConfig(
-        style=transfer_style(config.transfer),
+        style=style,
         kv_bytes_per_token=kv_bytes or 0.0,
         lease_s=config.transfer_lease_s,
         max_retries=config.transfer_retries,

@@ -24,9 +24,8 @@ def add_cluster_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--transfer",
-        default="pull",
         metavar="STYLE",
-        help="when KV goes from prefill to decode: pull, push or layerwise (default: %(default)s)",
+        help="when KV goes from prefill to decode: pull, push or layerwise (default: the preset's)",
     )
 
 
