@@ -19,6 +19,7 @@ from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
+from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -100,7 +101,7 @@ class SimulationConfig:
         block_swap_s: time to move one block there or back; None for what the GPU's link takes.
         prefix_caching: whether ended requests leave their KV for reuse.
         engine: whose overhead the modelled GPUs carry, by name.
-        calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
+        calibration: file of measured steps that the engine is fitted to (`perfmodel.measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
         timeline: whether the report says how the run went over time, and gives whole distributions.
@@ -240,7 +241,12 @@ class Simulation:
             self._check_classes(requests)  # before the work is done
             if self._description["routing"] in SESSION_ROUTINGS:
                 requests = requests.with_sessions()
-        explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
+        explain = tuple(explain)
+        explainer = Explainer(
+            explain,
+            lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s),
+            RoutingNotes(len(explain)) if len(self._replicas) > 1 else None,
+        )
         self._observers.add(explainer)
         self.explanations = explainer.spans
         if events is not None:
