@@ -31,9 +31,7 @@ SPLIT = (PoolConfig(role="prefill"), PoolConfig(role="decode"))
     ],
 )
 def test_the_cause_is_named(target, cause, traffic, config):
-    trial = Trial(
-        config=SimulationConfig(**config), traffic=GenerationConfig(**(TRAFFIC | traffic)), attainment=0.99
-    )
+    trial = Trial(config=SimulationConfig(**config), traffic=GenerationConfig(**(TRAFFIC | traffic)), attainment=0.99)
     measured = measure(trial)
     limit = limit_of(measured)
     assert (limit.target, limit.cause) == (target, cause), (limit.words, measured)
