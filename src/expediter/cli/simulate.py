@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from expediter.cli.cluster_flags import add_cluster_flags, cluster_facts, cluster_fields, hardware_text, pools_table
+from expediter.cli.cluster_flags import (
+    add_cluster_flags,
+    add_failure_flags,
+    cluster_facts,
+    cluster_fields,
+    failures_of,
+    hardware_text,
+    pools_table,
+)
 from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ def add_trace_flags(what: argparse._ArgumentGroup) -> None:
         metavar="ttft=S,tpot=S,e2e=S",
         help="targets in seconds of requests without any (default: %(default)s)",
     )
-    what.add_argument("--config", metavar="FILE", help="TOML file with the SLO classes that the trace names")
+    what.add_argument("--config", metavar="FILE", help="TOML file: SLO classes, failures")
     what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
     what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
     what.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
@@ -118,6 +126,7 @@ def add_hardware_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     add_cluster_flags(group)
+    add_failure_flags(group)
 
 
 def add_limit_flags(group: argparse._ArgumentGroup) -> None:
@@ -157,6 +166,7 @@ def shared_config(args: argparse.Namespace) -> SimulationConfig:
     from expediter.assembly.simulation import SimulationConfig
     from expediter.core.slo import parse_slo
 
+    file_config = load_file_config(args.config)
     return SimulationConfig(
         model=args.model,
         gpu=args.gpu,
@@ -170,8 +180,9 @@ def shared_config(args: argparse.Namespace) -> SimulationConfig:
         calibration=args.calibration,
         replicas=args.replicas,
         **cluster_fields(args),
+        failures=failures_of(args, file_config.failures),
         slo=parse_slo(args.slo),
-        slo_classes=load_file_config(args.config).slo_classes,
+        slo_classes=file_config.slo_classes,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
