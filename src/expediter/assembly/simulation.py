@@ -97,7 +97,7 @@ class SimulationConfig:
         block_swap_s: time to move one block there or back; None for what the GPU's link takes.
         prefix_caching: whether ended requests leave their KV for reuse.
         engine: whose overhead the modelled GPUs carry, by name.
-        calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
+        calibration: file of measured steps that the engine is fitted to (`perfmodel.measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
         timeline: whether the report says how the run went over time, and gives whole distributions.
