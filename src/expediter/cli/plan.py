@@ -104,7 +104,7 @@ def _add_space_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine", default="vllm", metavar="NAME", help="whose overhead the GPUs carry (default: %(default)s)"
     )
-    group.add_argument("--calibration", type=Path, metavar="FILE", help="CSV of measured steps (docs/perfmodel.md)")
+    group.add_argument("--calibration", type=Path, metavar="FILE", help="measured steps (docs/perfmodel.md)")
 
 
 def run(args: argparse.Namespace) -> int:
