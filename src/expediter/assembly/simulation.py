@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
@@ -35,7 +35,7 @@ from expediter.perfmodel.memory import host_tier_size, kv_capacity
 from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
 from expediter.perfmodel.shapes import shape_named
-from expediter.perfmodel.transfer import cold_start_s
+from expediter.perfmodel.transfer import STORAGE_BANDWIDTH, cold_start_s
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
@@ -51,10 +51,13 @@ from expediter.sim.network import Link, Network
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, PoolReport, Report, build_report
+from expediter.sim.stores import StoreConfig, Stores, TierName
 from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 from expediter.sim.transfers import TransferConfig
 
+_COPYING: Final = frozenset({"mooncake"})
+"""Routing policies that ask for copies of prefixes."""
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
 
@@ -79,6 +82,7 @@ class SimulationConfig:
         network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
         network_latency_s: of that way; None for the GPU's.
         kv_bytes_per_token: what is sent; None for the model's.
+        stores: tiers of storage below the replicas' caches that keep prompts' KV.
         failures: what goes wrong; replicas are numbered from 0 in the order of their pools.
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
@@ -123,6 +127,7 @@ class SimulationConfig:
     network_bandwidth: float | None = None
     network_latency_s: float | None = None
     kv_bytes_per_token: float | None = None
+    stores: tuple[StoreConfig, ...] = ()
     failures: FailureConfig = NO_FAILURES
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
@@ -265,6 +270,7 @@ class Simulation:
             pools=self._pools(),
             transfers=None if self._journeys is None else self._journeys.totals,
             failures=None if self._failures is None else self._failures.totals,
+            stores={} if self._journeys is None else self._journeys.store_totals,
         )
 
     def _pools(self) -> list[PoolReport]:
@@ -345,7 +351,10 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    journeys, failures = _motion(config, [pool for pool, _ in sites], loop, observers)
+    copies = setups[0].routing.name in _COPYING
+    journeys, failures = _motion(
+        config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
+    )
 
     def scheduler(setup: _Setup) -> Scheduler:
         return build_scheduler(
@@ -386,28 +395,59 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         for replica_id, (pool, setup) in enumerate(sites)
     ]
     cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys, failures)
+    if journeys is not None:
+        cluster.fleet.link = journeys.link
     description = _description(config, setups[0])
     return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys, failures)
 
 
 def _motion(
-    config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers
+    config: SimulationConfig,
+    pools: Sequence[PoolConfig],
+    loop: EventLoop,
+    observers: Observers,
+    *,
+    block_size: int,
+    copies: bool,
 ) -> tuple[Journeys | None, Failures | None]:
     """Return what moves requests between replicas, and what makes them fail, where anything does.
 
     Args:
         pools: of each replica.
+        copies: the router may ask for copies of prefixes.
     """
     failures = None
     if not config.failures.is_empty:
         cold_start_s = {replica_id: _cold_start_s(config, pool) for replica_id, pool in enumerate(pools)}
         failures = Failures(config.failures, loop, observers, cold_start_s)
-    if failures is None and all(pool.role == "mixed" for pool in pools):
+    is_plain = failures is None and not config.stores and not copies
+    if is_plain and all(pool.role == "mixed" for pool in pools):
         return None, None  # each request stays where it was sent
     network, transfers = _network(config, pools)
     loses = (lambda: False) if failures is None else failures.loses
-    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None)
+    stores = _stores(config, pools, network, transfers.kv_bytes_per_token, block_size) if config.stores else None
+    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None, stores=stores)
     return journeys, failures
+
+
+def _stores(
+    config: SimulationConfig, pools: Sequence[PoolConfig], network: Network, kv_bytes_per_token: float, block_size: int
+) -> Stores:
+    if kv_bytes_per_token <= 0:
+        raise ConfigurationError("stores need to know the bytes of a token's KV: kv_bytes_per_token must be above 0")
+    local: dict[int, dict[TierName, Link]] = {}
+    for replica_id, pool in enumerate(pools):
+        links: dict[TierName, Link] = {}
+        for store in config.stores:
+            bandwidth = store.bandwidth
+            if bandwidth is None and store.tier != "remote":
+                gpu = gpu_named(pool.gpu or config.gpu, config.prices)
+                host = gpu.host_bandwidth * gpu.host_efficiency * pool.num_gpus_per_replica
+                bandwidth = host if store.tier == "host" else STORAGE_BANDWIDTH
+            if bandwidth is not None:
+                links[store.tier] = Link(bandwidth=bandwidth, latency_s=store.latency_s)
+        local[replica_id] = links
+    return Stores(config.stores, network, local, kv_bytes_per_token=kv_bytes_per_token, block_size=block_size)
 
 
 def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:

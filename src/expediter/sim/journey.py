@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from expediter.core.request import Carried, Request
 from expediter.kvcache.landing import Landing
 from expediter.sim.network import Passage
+
+if TYPE_CHECKING:
+    from expediter.sim.fetches import Fetch
 
 NOWHERE = -1
 """No replica."""
@@ -23,9 +27,11 @@ class Journey:
         replica_id: whose scheduler has it, or is about to.
         hands_off: that one computes its prompt only.
         held_by: who holds its KV (`hold`).
+        chosen_id: who was chosen to go on with it when it was routed.
         target_id: who is to go on with it.
         landing: blocks reserved on the target.
         passage: the transfer's place on the network.
+        fetch: what is being fetched for it before it can start.
         ticket: of the transfer's end, or of the end of a lease; -1 while there is none.
         prompt_began_s: when its prompt began to be computed.
         waits_since_s: since when its client waits for KV.
@@ -41,9 +47,11 @@ class Journey:
     hands_off: bool = False
     held_by: int = NOWHERE
     hold: Landing | None = None
+    chosen_id: int = NOWHERE
     target_id: int = NOWHERE
     landing: Landing | None = None
     passage: Passage | None = None
+    fetch: Fetch | None = None
     ticket: int = -1
     prompt_began_s: float = 0.0
     waits_since_s: float = 0.0
