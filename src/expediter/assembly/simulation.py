@@ -7,7 +7,7 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -253,8 +253,7 @@ class Simulation:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
-        groups = requests.groups() if isinstance(requests, Trace) else ((request,) for request in requests)
-        self._cluster.run((tuple(map(self._with_targets, group)) for group in groups), progress)
+        self._cluster.run(self._groups(requests), progress)
         if self._failures is not None:
             self._failures.finish(self.metrics.last_event_s)
         return build_report(
@@ -308,6 +307,14 @@ class Simulation:
             there = f"there are: {', '.join(sorted(known))}" if known else "none are configured"
             raise ConfigurationError(f"no SLO class {name!r}; {there}")
         return known.get(name)
+
+    def _groups(self, requests: Trace | Iterable[Request]) -> Iterator[Sequence[Request]]:
+        """Yield the requests with their sequences, each with the targets that it will be judged by."""
+        if not isinstance(requests, Trace):
+            return ((self._with_targets(request),) for request in requests)
+        if requests.slos is None and requests.slo_classes is None:  # all have the same: none needs a look of its own
+            return replace(requests, slos=(self._config.slo,) * len(requests)).groups()
+        return (tuple(map(self._with_targets, group)) for group in requests.groups())
 
     def _with_targets(self, request: Request) -> Request:
         """Give a request its class's targets, or the simulation's: schedulers must know what they are judged by."""
@@ -560,6 +567,8 @@ def _resolve(config: SimulationConfig) -> _Setup:
         block_swap_s = tier.block_swap_s if block_swap_s is None else block_swap_s
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
     scheduler = replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None})
+    # Who wants explanations asks for them when a step has ended; as many requests may end in one.
+    scheduler = replace(scheduler, max_explanations=scheduler.max_num_seqs)
     return _Setup(
         preset=preset.name,
         limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from expediter.control.fetching import Source, best_source
@@ -11,41 +10,12 @@ from expediter.control.fleet import Fleet
 from expediter.control.routing.base import Placement
 from expediter.core.events import Fetched
 from expediter.core.request import Request
-from expediter.kvcache.landing import Landing
-from expediter.sim.journey import NOWHERE, Journey
+from expediter.sim.journey import NOWHERE, Fetch, Journey
 from expediter.sim.loop import EventKind, EventLoop
-from expediter.sim.network import Network, Passage
+from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
-from expediter.sim.stores import Stores, TierName
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """One beginning on its way to a replica whose request waits for it.
-
-    Attributes:
-        leg: the request as the replica is to see it.
-        keep: as in `Scheduler.add_group`.
-        source_id: the replica that it comes from; NOWHERE for a tier.
-        tier: the tier that it comes from; None for a replica.
-        num_tokens: of the prompt, those that the replica has already included.
-        hold: its path in the source's cache.
-        landing: blocks reserved for it.
-        is_off: given up before it began.
-    """
-
-    leg: Request
-    keep: bool
-    source_id: int
-    tier: TierName | None
-    num_tokens: int
-    hold: Landing | None = None
-    landing: Landing | None = None
-    passage: Passage | None = None
-    ticket: int = -1
-    sent_s: float = 0.0
-    is_off: bool = False
+from expediter.sim.stores import Stores
 
 
 class Fetches:

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from expediter.core.request import Carried, Request
 from expediter.kvcache.landing import Landing
 from expediter.sim.network import Passage
-
-if TYPE_CHECKING:
-    from expediter.sim.fetches import Fetch
+from expediter.sim.stores import TierName
 
 NOWHERE = -1
 """No replica."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One beginning on its way to a replica whose request waits for it.
+
+    Attributes:
+        leg: the request as the replica is to see it.
+        keep: as in `Scheduler.add_group`.
+        source_id: the replica that it comes from; NOWHERE for a tier.
+        tier: the tier that it comes from; None for a replica.
+        num_tokens: of the prompt, those that the replica has already included.
+        hold: its path in the source's cache.
+        landing: blocks reserved for it.
+        is_off: given up before it began.
+    """
+
+    leg: Request
+    keep: bool
+    source_id: int
+    tier: TierName | None
+    num_tokens: int
+    hold: Landing | None = None
+    landing: Landing | None = None
+    passage: Passage | None = None
+    ticket: int = -1
+    sent_s: float = 0.0
+    is_off: bool = False
 
 
 @dataclass(slots=True, eq=False)

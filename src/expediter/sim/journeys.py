@@ -36,8 +36,8 @@ from expediter.core.events import (
 )
 from expediter.core.request import FinishReason, Request, RequestState
 from expediter.kvcache.landing import Landing
-from expediter.sim.fetches import Fetch, Fetches
-from expediter.sim.journey import NOWHERE, Journey
+from expediter.sim.fetches import Fetches
+from expediter.sim.journey import NOWHERE, Fetch, Journey
 from expediter.sim.loop import EventLoop
 from expediter.sim.network import Network
 from expediter.sim.observer import Observer
