@@ -109,7 +109,7 @@ class Workers:
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Let Ctrl-C take effect only at the end; processes started meanwhile never see it, where the system can do that."""
+    """Let Ctrl-C take effect only at the end; processes started meanwhile never see it, where a system can do that."""
     is_main = threading.current_thread() is threading.main_thread()  # no other has a say about signals
     hits: list[object] = []
     handler = signal.signal(signal.SIGINT, lambda *hit: hits.append(hit)) if is_main else None
