@@ -448,6 +448,7 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
         role=pool.role,
         speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if knows else Speed(),
         max_kv_tokens=setup.num_blocks * setup.block_size,
+        caches_prefixes=setup.prefix_caching,
     )
 
 

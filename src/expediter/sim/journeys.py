@@ -139,7 +139,7 @@ class Journeys:
         for journey in journeys:
             journey.replica_id, journey.hands_off, journey.prompt_began_s = replica.replica_id, keep, now_s
         if len(journeys) > 1 or first.carried is None:
-            replica.receive(legs, now_s, keep=keep)
+            replica.receive(legs, now_s, keep=keep, num_expected_hits=placement.num_cached_tokens)
         else:
             self._resume(first, legs[0], None, now_s, keep=keep)
         self._fleet.dispatched(replica.replica_id)
