@@ -122,7 +122,7 @@ def add_hardware_flags(group: argparse._ArgumentGroup) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="CSV of measured steps to fit the engine to (docs/perfmodel.md)",
+        help="measured steps to fit the engine to: a CSV, or a server's steps (docs/perfmodel.md)",
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     add_cluster_flags(group)
@@ -365,6 +365,7 @@ def _facts_table(report: Report) -> Table:
             f"{counts.unservable} unservable + {counts.aborted} aborted",
         ),
         ("SLO", f"{_targets(report)}: attained by {_percent(report.slo_attainment)}"),
+        ("missed", _by_name({_MISSED[name]: str(n) for name, n in report.missed.items()}) or "0"),
         ("goodput", f"{_number(report.goodput_rps)} requests/s, {_number(report.goodput_rps_per_gpu)} per GPU"),
         ("output", f"{_number(report.output_tokens_per_s)} tokens/s"),
         ("prefix hit rate", _percent(report.prefix_hit_rate)),
@@ -376,6 +377,9 @@ def _facts_table(report: Report) -> Table:
     ):
         facts.add_row(name, text)
     return facts
+
+
+_MISSED = {"served": "not served", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 
 
 def _cells(values: Distribution) -> list[str]:

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Final
 
 from expediter.studies.comparison import Comparison, EntryFacts
-from expediter.studies.comparison_figures import add_at_load, add_over_load, targets_in_words
+from expediter.studies.comparison_at_load import add_at_load
+from expediter.studies.comparison_over_load import add_over_load, targets_in_words
 from expediter.studies.page import Markup, Page, facts, heading, items, table, words
 from expediter.studies.words import listed, number, percent
 
@@ -39,11 +40,9 @@ def comparison_page(comparison: Comparison, command: str) -> str:
     chosen = _telling_load(comparison)
     page = Page(
         title=f"{listed(names)} compared",
-        choices=[
-            (text, f"load {text} ({number(point.offered_rps)}/s)")
-            for text, point in zip(loads, comparison.loads, strict=True)
-        ],
+        choices=[(text, f"{number(point.offered_rps)}/s") for text, point in zip(loads, comparison.loads, strict=True)],
         chosen=f"{chosen:g}",
+        chosen_what="Load",
     )
     _add_top(page, comparison)
     add_over_load(page, comparison)

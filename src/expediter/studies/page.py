@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 Unit = Literal["s", "share", "number"]
-_NUM_COLOURS: Final = 8
+_NUM_SERIES_COLOURS: Final = 12
+_NUM_PART_COLOURS: Final = 8
 _CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -48,6 +49,14 @@ class Series:
     name: str
     colour: str
     dash: int | None = None
+
+
+def lines(names: Sequence[str]) -> list[Series]:
+    """Return a line per name; a place among them gives the same colour in every plot."""
+    return [
+        Series(name=name, colour=f"series-{place % _NUM_SERIES_COLOURS}", dash=place)
+        for place, name in enumerate(names)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +127,16 @@ class Page:
 
     Args:
         title: of the document.
-        choices: what the reader may choose between, as (value, label); plots and `choice_views` follow it.
+        choices: what the reader may choose between, as (value, what is said beside it); plots and `choice_views`
+            follow it.
         chosen: the first choice.
+        chosen_what: what is chosen, such as "Load".
     """
 
     title: str
     choices: Sequence[tuple[str, str]] = ()
     chosen: str = ""
+    chosen_what: str = ""
     _parts: list[str] = field(default_factory=list)
     _figures: list[Figure] = field(default_factory=list)
 
@@ -137,24 +149,25 @@ class Page:
         self._figures.append(figure)
         return _framed(figure.title, f'<div class="plot" id="{figure.name}"></div>', figure.caption, figure.wide)
 
-    def choice(self, legend: str) -> Markup:
+    def choice(self) -> Markup:
         """Return the buttons to choose with."""
-        buttons = "".join(
-            f'<label><input type="radio" name="view" value="{escape(value)}"'
-            f"{' checked' if value == self.chosen else ''}><span>{escape(label)}</span></label>"
-            for value, label in self.choices
-        )
-        return Markup(f'<fieldset class="choice"><legend>{escape(legend)}</legend>{buttons}</fieldset>')
+        buttons = []
+        for value, beside in self.choices:
+            checked = " checked" if value == self.chosen else ""
+            text = f"{escape(value)} <small>{escape(beside)}</small>"
+            radio = f'<input type="radio" name="view" value="{escape(value)}"{checked}>'
+            buttons.append(f"<label>{radio}<span>{text}</span></label>")
+        legend = f"<legend>{escape(self.chosen_what)}</legend>"
+        return Markup(f'<fieldset class="choice">{legend}{"".join(buttons)}</fieldset>')
 
     def choice_views(self, views: Mapping[str, str]) -> Markup:
         """Return something of which only what belongs to the choice is shown."""
-        labels = dict(self.choices)
-        return Markup(
-            "".join(
-                f'<div data-view="{escape(value)}"><p class="at">{escape(labels[value])}</p>{content}</div>'
-                for value, content in views.items()
-            )
-        )
+        beside = dict(self.choices)
+        parts = []
+        for value, content in views.items():
+            at = escape(f"{self.chosen_what} {value}, {beside[value]}")
+            parts.append(f'<div data-view="{escape(value)}"><p class="at">{at}</p>{content}</div>')
+        return Markup("".join(parts))
 
     def html(self) -> str:
         """Return the whole document; it loads nothing, and may not either."""
@@ -236,7 +249,7 @@ def bars(bars_: Sequence[Bar], parts: Mapping[str, str]) -> Markup:
         parts: label of each part, by name, in order.
     """
     used = [name for name in parts if any(bar.parts.get(name) for bar in bars_)]
-    colours = {name: f"var(--part-{place % _NUM_COLOURS})" for place, name in enumerate(parts)}
+    colours = {name: f"var(--part-{place % _NUM_PART_COLOURS})" for place, name in enumerate(parts)}
     longest = max((sum(bar.parts.values()) for bar in bars_), default=0.0)
     key = "".join(f'<li><i style="background:{colours[name]}"></i>{escape(parts[name])}</li>' for name in used)
     rows = []
