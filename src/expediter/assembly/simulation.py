@@ -360,7 +360,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    copies = setups[0].routing.name in _COPYING
+    routing = setups[0].routing
+    copies = not isinstance(routing, RoutingConfig) or routing.name in _COPYING
     journeys, failures = _motion(
         config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
     )
@@ -403,7 +404,6 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         )
         for replica_id, (pool, setup) in enumerate(sites)
     ]
-    routing = setups[0].routing
     router = make_router(routing) if isinstance(routing, RoutingConfig) else routing()
     cluster = Cluster(replicas, router, loop, observers, journeys, failures)
     if journeys is not None:
