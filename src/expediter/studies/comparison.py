@@ -231,6 +231,7 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         cells.append(_cell(entry.name, point, reports[number * num_seeds : (number + 1) * num_seeds]))
     entries = tuple(_facts(entry, reports[number * num_seeds]) for number, entry in enumerate(spec.entries))
     per_gpu = len({facts.num_gpus for facts in entries}) > 1
+    found = findings(_outcomes(cells, points, recorded.num_requests), per_gpu=per_gpu)
     return Comparison(
         format=FORMAT,
         version=__version__,
@@ -243,8 +244,14 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         loads=tuple(points),
         seeds=spec.seeds,
         cells=tuple(cells),
-        findings=findings(_outcomes(cells, points, recorded.num_requests), per_gpu=per_gpu),
+        findings=replace(found, caveats=(*found.caveats, *_left_out(recorded))),
     )
+
+
+def _left_out(trace: TraceSummary) -> list[str]:
+    if not trace.num_defects:
+        return []
+    return [f"Rows of the trace with a defect were left out: {trace.num_defects:,} (`expediter trace` names them)."]
 
 
 def _facts(entry: Entry, report: Report) -> EntryFacts:
