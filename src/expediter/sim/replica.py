@@ -10,7 +10,7 @@ from typing import Final
 
 from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot, Role
 from expediter.core.errors import InvariantError
-from expediter.core.events import Event, Finished, Rejected, Tokens
+from expediter.core.events import Admitted, Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepFeatures, StepPlan
 from expediter.core.request import Carried, Request
 from expediter.scheduling.passage import Departure
@@ -20,6 +20,7 @@ from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer, Probe, ReplicaLoad
 
 _ENDS: Final = (Finished, Rejected)
+_STARTS_OR_ENDS: Final = (Admitted, Finished, Rejected)
 
 
 class SimulatedReplica:
@@ -85,6 +86,8 @@ class SimulatedReplica:
         self._num_inbox_tokens = 0
         self._num_context_tokens = 0
         self._prompt_tokens: dict[str, int] = {}
+        self._expected_hits: dict[str, int] = {}
+        self._num_expected_hits = 0
         self._plan: StepPlan | None = None
         self._durations_s: list[float] = []
         self._ends_s: list[float] = []
@@ -99,10 +102,11 @@ class SimulatedReplica:
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
+        num_pending = self.scheduler.num_pending_tokens + self._num_inbox_tokens
         return ReplicaSnapshot(
             replica_id=self.replica_id,
             num_requests=len(self._prompt_tokens),
-            num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
+            num_pending_tokens=max(0, num_pending - self._num_expected_hits),
             num_context_tokens=self._num_context_tokens,
             num_running=self.scheduler.num_running,
         )
@@ -117,12 +121,18 @@ class SimulatedReplica:
         kv = self.scheduler.kv
         return kv.match(request.prompt.tobytes(), request.cache_salt).num_blocks * kv.block_size
 
-    def receive(self, group: Sequence[Request], now_s: float, *, keep: bool = False) -> None:
+    def receive(
+        self, group: Sequence[Request], now_s: float, *, keep: bool = False, num_expected_hits: int = 0
+    ) -> None:
         """Take a request that arrives at `now_s`, with all its sequences.
 
         Args:
             keep: keep their KV for a transfer when they end.
+            num_expected_hits: prompt tokens that the router takes to be cached here: no load, until it turns out.
         """
+        if num_expected_hits:
+            self._expected_hits[group[0].request_id] = num_expected_hits
+            self._num_expected_hits += num_expected_hits
         self._inbox.append((group, keep))
         self._num_inbox_tokens += group[0].num_prompt_tokens
         for request in group:
@@ -138,6 +148,7 @@ class SimulatedReplica:
     def forget(self, request_id: str) -> None:
         """Count a request no more that has gone elsewhere."""
         self._num_context_tokens -= self._prompt_tokens.pop(request_id, 0)
+        self._num_expected_hits -= self._expected_hits.pop(request_id, 0)
         self.on_load_change()
 
     def post(self, action: Callable[[float], None], now_s: float) -> None:
@@ -163,6 +174,8 @@ class SimulatedReplica:
         self._inbox.clear()
         self._posted.clear()
         self._prompt_tokens.clear()
+        self._expected_hits.clear()
+        self._num_expected_hits = 0
         self._num_inbox_tokens = self._num_context_tokens = 0
         self.scheduler = self._renew()
         self.incarnation += 1
@@ -315,6 +328,8 @@ class SimulatedReplica:
         if not facts:  # most steps only yield tokens
             return
         for event in facts:
+            if isinstance(event, _STARTS_OR_ENDS):
+                self._num_expected_hits -= self._expected_hits.pop(event.request_id, 0)
             if isinstance(event, _ENDS):
                 self._num_context_tokens -= self._prompt_tokens.pop(event.request_id)
                 self.on_load_change()
