@@ -200,7 +200,7 @@ def _goodput_table(comparison: Comparison) -> Table:
 
 def _name_width(comparison: Comparison) -> int:
     """Return the width below which names are not broken: a usual one's; settings may take several lines."""
-    return min(16, max(map(len, comparison.names)))
+    return min(10, max(map(len, comparison.names)))
 
 
 def _latency_table(comparison: Comparison) -> Table:
