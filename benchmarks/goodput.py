@@ -27,6 +27,7 @@ from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.core.request import Request
 from expediter.core.slo import Slo
 from expediter.scheduling.build import ORDERINGS, PolicyConfig
+from expediter.sim.metrics import RequestRecord
 from expediter.sim.trace_readers import read_trace
 
 CLASSES = ("interactive", "standard", "batch")
@@ -104,8 +105,11 @@ def run(case: Case) -> Outcome:
         config = replace(hardware, policy=policy, max_num_batched_tokens=case.budget or MAX_SLACK_BUDGET)
     simulation = build_simulation(config)
     numbered = list(requests_of(case))
+    ended: list[RequestRecord] = []
+    simulation.metrics.on_end.append(ended.append)
     report = simulation.run(request for _, request in numbered)
-    records = simulation.metrics.records
+    by_id = {record.request_id: record for record in ended}
+    records = [by_id[request.request_id] for _, request in numbered]
     span_s = max(records[-1].arrival_s - records[0].arrival_s, 1e-9)
     met = [record.is_met for record in records]
     classes = [CLASSES[number] for number, _ in numbered]

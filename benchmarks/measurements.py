@@ -18,8 +18,9 @@ from typing import Final
 
 from expediter.core.plan import StepFeatures
 from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
+from expediter.perfmodel.dimensions import ModelShape
 from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.shapes import ModelShape, shape_named
+from expediter.perfmodel.shapes import shape_named
 
 DATA: Final = Path(
     os.environ.get("EXPEDITER_PERF_DATA", Path(__file__).resolve().parents[2] / "shared" / "data" / "perf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +22,30 @@ import pyarrow.parquet as pq
 import expediter.perfmodel
 from benchmarks.measurements import DATA, DATASETS, SOURCES
 from expediter.perfmodel.calibration import Vector, fit_engine, fit_relative
-from expediter.perfmodel.constants import Kernels
+from expediter.perfmodel.constants import ExpertKernels, Kernels
+from expediter.perfmodel.dimensions import DTYPE_BYTES
 
 _PEAKS: Final = {"ampere": ("a100", 312e12, 2.039e12, 300e9), "hopper": ("h100", 989e12, 3.35e12, 450e9)}
 """FLOP/s, memory bandwidth and link bandwidth of the GPU whose tables stand for the generation (`hardware`)."""
 _FP8: Final = frozenset({"hopper"})
 _SMALL_KERNEL_S: Final = 3e-6
 """Shortest kernel: AIConfigurator's constant of each GPU's hardware file."""
+_EXPERT_TABLES: Final = {
+    "bf16": ("bfloat16", "", 2.0, 989e12),
+    "fp8": ("fp8_block", "", 1.0, 1978e12),
+    "fp4": ("w4a16_mxfp4", "gptoss", DTYPE_BYTES["fp4"], 989e12),
+}
+"""By type: that of the table, a part of the kernel's name, bytes per value, peak FLOP/s.
+
+The table's products with one fp8 scale per tensor are left out: they reach a fifth of the bandwidth of those with a
+scale per block, which the models that are published in fp8 use.
+"""
+
+
+_ATTENTION: Final = (
+    (pc.field("head_dim") == 128) & (pc.field("window_tokens") == 0) & (pc.field("attn_dtype") == "bfloat16")
+)
+_DECODES: Final = (pc.field("num_heads") <= 64) & (pc.field("kv_tokens") >= 128) & (pc.field("batch_size") <= 512)
 
 
 def _columns(name: str, where: Any, *columns: str) -> list[Vector]:
@@ -55,8 +73,7 @@ def fit_kernels(generation: str) -> Kernels:
     gpu, flops, bandwidth, link = _PEAKS[generation]
     gemm = _fit_products(gpu, "bfloat16", flops, bandwidth)
     fp8 = _fit_products(gpu, "fp8", 2 * flops, bandwidth) if generation in _FP8 else [0.0, 0.0, 0.0]
-    plain = (pc.field("head_dim") == 128) & (pc.field("window_tokens") == 0)
-    plain &= (pc.field("kv_dtype") == "bfloat16") & (pc.field("attn_dtype") == "bfloat16")
+    plain = _ATTENTION & (pc.field("kv_dtype") == "bfloat16")
     batch, tokens, heads, ms = _columns(
         f"{gpu}_sxm_context_attention",
         plain & (pc.field("prompt_tokens") >= 128) & (pc.field("batch_size") * pc.field("prompt_tokens") <= 32768),
@@ -70,11 +87,25 @@ def fit_kernels(generation: str) -> Kernels:
     )
     batch, tokens, heads, ms = _columns(
         f"{gpu}_sxm_generation_attention",
-        plain & (pc.field("num_heads") <= 64) & (pc.field("kv_tokens") >= 128) & (pc.field("batch_size") <= 512),
+        plain & _DECODES,
         *("batch_size", "kv_tokens", "num_kv_heads", "latency_ms"),
     )
     kv_bytes = batch * tokens * heads * 128 * 2 * 2
     decode = _fit(f"{gpu} decode attention", lambda x: x[0] + kv_bytes / (bandwidth * x[1]), ms / 1e3, [1e-5, 0.7])
+    fp8_kv = decode
+    if generation in _FP8:
+        batch, tokens, heads, ms = _columns(
+            f"{gpu}_sxm_generation_attention",
+            _ATTENTION & (pc.field("kv_dtype") == "fp8") & _DECODES,
+            *("batch_size", "kv_tokens", "num_kv_heads", "latency_ms"),
+        )
+        fp8_bytes = batch * tokens * heads * 128 * 2
+        fp8_kv = _fit(
+            f"{gpu} decode attention, fp8 KV",
+            lambda x: decode[0] + fp8_bytes / (bandwidth * x[0]),
+            ms / 1e3,
+            [0.7],
+        )
     size, group, ms = _columns(
         f"{gpu}_sxm_allreduce_custom",
         (pc.field("mode") == "graph") & (pc.field("message_bytes") <= 1 << 28) & (pc.field("message_bytes") >= 1 << 12),
@@ -86,6 +117,8 @@ def fit_kernels(generation: str) -> Kernels:
         ms / 1e3,
         [5e-6, 0.7],
     )
+    to_all = _fit_all_to_all(gpu, link)
+    skew, imbalance, experts = _fit_experts()
     return Kernels(
         gemm_latency_s=gemm[0],
         gemm_bandwidth_share=gemm[1],
@@ -98,10 +131,82 @@ def fit_kernels(generation: str) -> Kernels:
         all_reduce_latency_s=reduce[0],
         link_share=reduce[1],
         small_kernel_s=_SMALL_KERNEL_S,
+        fp8_kv_bandwidth_share=fp8_kv[-1],
+        all_to_all_latency_s=to_all[0],
+        all_to_all_share=to_all[1],
+        expert_skew=skew,
+        expert_imbalance=imbalance,
+        experts=experts,
         fp8_gemm_latency_s=fp8[0],
         fp8_gemm_bandwidth_share=fp8[1],
         fp8_gemm_flops_share=fp8[2],
     )
+
+
+def _fit_all_to_all(gpu: str, link: float) -> list[float]:
+    """Return latency and the share of the link; the table's size is that of all a GPU sends, its own part included."""
+    size, group, ms = _columns(
+        f"{gpu}_sxm_nccl",
+        (pc.field("collective") == "alltoall") & (pc.field("message_bytes") >= 1 << 12),
+        *("message_bytes", "num_gpus", "latency_ms"),
+    )
+    return _fit(f"{gpu} all-to-all", lambda x: x[0] + (group - 1) / group * size / (link * x[1]), ms / 1e3, [1e-5, 0.7])
+
+
+def _fit_experts() -> tuple[float, float, dict[str, ExpertKernels]]:
+    """Return skew, imbalance, and the kernels by type of weights.
+
+    Kernels are fitted where experts share the tokens evenly, so that what they touch and compute is known. With them
+    held, skew and imbalance are fitted on all types together where tokens follow a power law. Up to 16 groups, slices
+    of 128 and wider. A100 has no such table and takes this one.
+    """
+    kernels, predictions, measured = {}, [], []
+    for dtype, (name, kernel, size, flops) in _EXPERT_TABLES.items():
+        even = _expert_rows(name, kernel, "balanced")
+        predict = partial(_predict_experts, even, size, flops, None)
+        found = _fit(f"h100 experts, {dtype}", predict, even[-1], [4e-5, 0.8, 0.6, 30, 1])
+        kernels[dtype] = ExpertKernels(
+            latency_s=found[0],
+            bandwidth_share=found[1],
+            flops_share=found[2],
+            tile_tokens=found[3],
+            move_factor=found[4],
+        )
+        uneven = _expert_rows(name, kernel, "power_law_1.01")
+        predictions.append(partial(_predict_experts, uneven, size, flops, found=np.array(found)))
+        measured.append(uneven[-1])
+    skew, imbalance = _fit(
+        "h100 experts, uneven",
+        lambda x: np.concatenate([predict(x) for predict in predictions]),
+        np.concatenate(measured),
+        [0.8, 0.2],
+    )
+    return skew, imbalance, kernels
+
+
+def _expert_rows(dtype: str, kernel: str, load: str) -> list[Vector]:
+    where = (pc.field("dtype") == dtype) & (pc.field("expert_load") == load) & (pc.field("moe_ep_size") <= 16)
+    where &= pc.field("moe_tp_size") * 128 <= pc.field("intermediate_size")
+    where &= pc.match_substring(pc.field("kernel"), kernel)
+    names = ("num_tokens", "hidden_size", "intermediate_size", "top_k", "num_experts", "moe_tp_size", "moe_ep_size")
+    *columns, ms = _columns("h100_sxm_moe", where, *names, "latency_ms")
+    return [*columns, ms / 1e3]
+
+
+def _predict_experts(rows: list[Vector], size: float, flops: float, uneven: Vector | None, found: Vector) -> Vector:
+    """Return seconds by the formula of `perfmodel.expert_time`; without `uneven` (skew, imbalance) tokens are even."""
+    tokens, hidden, width, top_k, num_experts, sliced, groups, _ = rows
+    params, bandwidth = 3 * hidden * width / sliced, _PEAKS["hopper"][2]
+    if uneven is None:
+        touched, fullest = np.minimum(num_experts, tokens * top_k) / groups, np.ones(len(tokens))
+    else:
+        touched = num_experts / groups * (1 - (1 - top_k / num_experts) ** (uneven[0] * tokens))
+        fullest = groups ** uneven[1]
+    routed = tokens * top_k / groups
+    reading = touched * params * size / (bandwidth * found[1])
+    computing = 2 * (routed * fullest + touched * found[3]) * params / (flops * found[2])
+    moving = routed * 4 * hidden * 2 / bandwidth * found[4]
+    return np.asarray(found[0] + _smooth_max(reading, computing) + moving)
 
 
 def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[float]:

@@ -1,63 +1,65 @@
-"""Routers: in turn, and to the least load."""
+"""Routers that look at no more than the load: in turn, and to the least."""
 
 from collections import Counter
 
 import pytest
+from fleets import HandFleet, query, request_of
 
-from expediter.control.routing import ROUTING_NAMES, LeastLoad, ReplicaSnapshot, RoundRobin, make_router
-from expediter.core.errors import CapacityError, ConfigurationError
-
-
-def replicas(*loads):
-    return [
-        ReplicaSnapshot(replica_id=number, num_requests=requests, num_pending_tokens=tokens)
-        for number, (requests, tokens) in enumerate(loads)
-    ]
+from expediter.control.routing.base import Refusal
+from expediter.control.routing.build import ROUTINGS, make_router
+from expediter.control.routing.simple import LeastLoad, RoundRobin
+from expediter.core.errors import ConfigurationError
+from expediter.core.events import RejectReason
 
 
-IDLE = replicas((0, 0), (0, 0), (0, 0))
+def chosen(router, hand, num_requests=1, num_tokens=5):
+    return [hand.send(router, request_of(num_tokens)).replica_id for _ in range(num_requests)]
 
 
-@pytest.mark.parametrize("name", ROUTING_NAMES)
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_without_a_replica_there_is_no_capacity(name):
-    with pytest.raises(CapacityError, match="no replica is up"):
-        make_router(name).route(5, [])
+    decision = make_router(name).route(query(request_of(5)), HandFleet().fleet)
+    assert isinstance(decision, Refusal)
+    assert decision.reason is RejectReason.NO_REPLICA
+    assert make_router(name).hand_off(query(request_of(5)), HandFleet().fleet) == decision
 
 
-@pytest.mark.parametrize("name", ROUTING_NAMES)
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_equal_replicas_get_equal_shares(name):
-    router = make_router(name)
-    assert Counter(router.route(5, IDLE) for _ in range(30)) == {0: 10, 1: 10, 2: 10}
+    assert Counter(chosen(make_router(name), HandFleet(0, 0, 0), 30)) == {0: 10, 1: 10, 2: 10}
 
 
 def test_round_robin_goes_by_id_and_passes_over_who_is_away():
-    router = RoundRobin()
-    assert [router.route(5, IDLE[::-1]) for _ in range(4)] == [0, 1, 2, 0]
-    assert [router.route(5, [IDLE[0], IDLE[2]]) for _ in range(3)] == [2, 0, 2]
-    assert router.route(5, IDLE) == 0
+    router, hand = RoundRobin(), HandFleet()
+    for replica_id in (2, 0, 1):
+        hand.join(replica_id)
+    assert chosen(router, hand, 4) == [0, 1, 2, 0]
+    hand.fleet.leave(1)
+    assert chosen(router, hand, 3) == [2, 0, 2]
+    hand.join(1)
+    assert chosen(router, hand) == [0]
 
 
 def test_least_load_looks_at_pending_tokens_then_at_requests():
-    assert LeastLoad().route(5, replicas((1, 90), (9, 10), (5, 20))) == 1
-    assert LeastLoad().route(5, replicas((4, 10), (3, 10), (0, 20))) == 1
+    hand = HandFleet(90, 10, 20)
+    assert chosen(LeastLoad(), hand) == [1]
+    hand = HandFleet(10, 10, 20)
+    hand.set(0, num_requests=4)
+    hand.set(1, num_requests=3)
+    assert chosen(LeastLoad(), hand) == [1]
 
 
 def test_ties_of_least_load_take_turns_among_the_tied_only():
-    router = LeastLoad()
-    loads = replicas((1, 10), (1, 99), (1, 10))
-    assert [router.route(5, loads) for _ in range(4)] == [0, 2, 0, 2]
+    hand = HandFleet(10, 99, 10)
+    assert chosen(LeastLoad(), hand, 4, num_tokens=1) == [0, 2, 0, 2]
 
 
 def test_a_burst_spreads_when_load_counts_at_dispatch():
-    router = LeastLoad()
-    loads = [[0, 0], [0, 0], [0, 0]]
-    for _ in range(12):
-        chosen = router.route(8, replicas(*loads))
-        loads[chosen][0] += 1
-        loads[chosen][1] += 8
-    assert loads == [[4, 32]] * 3
+    hand = HandFleet(0, 0, 0)
+    chosen(LeastLoad(), hand, 12, num_tokens=8)
+    assert [load["num_pending_tokens"] for load in hand.loads.values()] == [32] * 3
 
 
 def test_a_router_that_does_not_exist_is_answered_with_those_that_do():
-    with pytest.raises(ConfigurationError, match="no routing policy 'random'; there are: least_load, round_robin"):
-        make_router("random")
+    with pytest.raises(ConfigurationError, match="no routing policy 'psychic'; there are: least_load, round_robin"):
+        make_router("psychic")

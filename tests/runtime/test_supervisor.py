@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expediter.control.routing import make_router
+from expediter.control.routing.build import make_router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Finished
 from expediter.core.explanation import Reason, Span

@@ -42,8 +42,11 @@ def test_scheduler_and_report_know_the_class():
         [(0.0, 9, 3), (0.0, 9, 3), (0.0, 9, 3)], slo_classes=("fast", "slow", ""), tenants=("a", "a", "b")
     )
     simulation = build_simulation(SimulationConfig(slo_classes=CLASSES, **SMALL))
+    records = []
+    simulation.metrics.on_end.append(records.append)
     report = simulation.run(trace)
-    slos = [(record.slo_class, record.slo, record.value, record.tenant) for record in simulation.metrics.records]
+    records.sort(key=lambda record: record.request_id)
+    slos = [(record.slo_class, record.slo, record.value, record.tenant) for record in records]
     assert slos == [
         ("fast", Slo(ttft_s=0.5), 3.0, "a"),
         ("slow", Slo(e2e_s=60.0), 1.0, "a"),
@@ -95,11 +98,13 @@ def test_decisions_are_counted():
     rows = [(0.0, 30, 30), (0.0, 30, 30), (0.0, 60, 4)]
     config = SMALL | {"num_blocks": 26, "max_num_batched_tokens": 40, "max_num_seqs": 2}
     simulation = build_simulation(SimulationConfig(**config))
+    records = []
+    simulation.metrics.on_end.append(records.append)
     report = simulation.run(make_trace(rows))
     decisions = report.decisions
     assert sum(decisions.preemptions.values()) == report.num_preemptions > 0
     assert set(decisions.preemptions) == {"growth"}
-    first_wait_s = sum(record.queueing_s for record in simulation.metrics.records)
+    first_wait_s = sum(record.queueing_s for record in records)
     assert sum(decisions.held_s.values()) >= first_wait_s, "waiting after preemptions comes on top"
     assert decisions.held_s["no_slot"] > 0
     assert 0 < decisions.budget_used_share <= 1

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import ConstantTime, make_trace
 
-from expediter.control.routing import LeastLoad
+from expediter.control.routing.simple import LeastLoad
 from expediter.core.events import Finished, Rejected, Tokens
 from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
@@ -23,10 +23,10 @@ class Census:
         self.in_flight = []
         self.prompts = {}
 
-    def arrived(self, request, replica_id, now_s):
+    def arrived(self, request, decision, now_s):
         self.check()
         self.num_arrived += 1
-        self.prompts.setdefault(replica_id, []).append(request.num_prompt_tokens)
+        self.prompts.setdefault(decision.replica_id, []).append(request.num_prompt_tokens)
 
     def record(self, replica_id, events):
         assert events

@@ -17,7 +17,7 @@ from sim_builders import ConstantTime
 
 from expediter.assembly.presets import PRESET_NAMES, load_preset
 from expediter.assembly.simulation import SimulationConfig, build_simulation, prepare_trace
-from expediter.control.routing import ROUTING_NAMES
+from expediter.control.routing.build import ROUTINGS
 from expediter.core.slo import Slo
 from expediter.scheduling.build import (
     BATCHINGS,
@@ -41,7 +41,7 @@ PARTS = {
     "eviction": EVICTIONS,
 }
 CHOICES = [
-    *({"preset": preset, "routing": routing} for preset in PRESET_NAMES for routing in ROUTING_NAMES),
+    *({"preset": preset, "routing": routing} for preset in PRESET_NAMES for routing in ROUTINGS),
     *({part: name} for part, names in PARTS.items() for name in names),
 ]
 

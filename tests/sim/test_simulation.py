@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, write_jsonl
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
-from expediter.control.routing import ROUTING_NAMES
+from expediter.control.routing.build import ROUTINGS
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo, SloClass
@@ -68,7 +68,7 @@ SLO_CLASSES = {
     st.sampled_from([ConstantTime(0.25), ContextTime(0.013)]),
     st.integers(1, 3),
     st.sampled_from([6, 16, 30, 300]),
-    st.sampled_from(ROUTING_NAMES),
+    st.sampled_from(tuple(ROUTINGS)),
     st.builds(
         PolicyConfig,
         ordering=st.sampled_from(sorted(ORDERINGS)),
@@ -269,7 +269,7 @@ def test_faster_arrivals_wait_longer():
 
 def test_routing_spreads_requests():
     trace = make_trace([(0.0, 8, 4)] * 6)
-    for routing in ROUTING_NAMES:
+    for routing in ROUTINGS:
         _, log = run(trace, replicas=3, routing=routing)
         assert Counter(line["replica"] for line in log if line["event"] == "routed") == {0: 2, 1: 2, 2: 2}
 

@@ -21,8 +21,9 @@ from expediter.core.slo import Slo
 from expediter.gateway.info import ServerInfo
 from expediter.perfmodel.fitted import FittedModel, fit_step_times
 from expediter.runtime.load_client import LoadClient, Outcome, TimedPrompt
+from expediter.sim.distribution import Distribution
 from expediter.sim.prompt_text import trace_texts
-from expediter.sim.report import Distribution, Report
+from expediter.sim.report import Report
 from expediter.sim.trace import Trace
 
 _WARM_UP_REQUESTS = 6

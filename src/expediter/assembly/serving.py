@@ -14,7 +14,7 @@ import uvloop
 
 from expediter.assembly.file_config import FileConfig
 from expediter.assembly.presets import Preset
-from expediter.control.routing import make_router
+from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app

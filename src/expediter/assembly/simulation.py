@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
-from expediter.control.routing import make_router
+from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel
@@ -22,8 +22,11 @@ from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.perfmodel.calibration import calibrated_engine
 from expediter.perfmodel.constants import engine_named
-from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel, host_tier_size, kv_capacity
+from expediter.perfmodel.dimensions import ModelShape
+from expediter.perfmodel.hardware import Gpu, gpu_named
+from expediter.perfmodel.memory import host_tier_size, kv_capacity
+from expediter.perfmodel.parallelism import Parallelism
+from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
@@ -36,6 +39,7 @@ from expediter.sim.metrics import MetricsCollector
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, Report, build_report
+from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -48,8 +52,12 @@ class SimulationConfig:
     Args:
         preset: name of a preset.
         model: name of a shape, or a folder with a Hugging Face config.json.
-        gpu: name of a GPU.
-        tensor_parallel: GPUs per replica.
+        gpu: name of a GPU, or a .toml file that describes one (`perfmodel.hardware.gpu_named`).
+        prices: own prices per hour and GPU, by the GPU's name.
+        weight_dtype, kv_dtype: of the layers' weights and of KV; None for the model's.
+        tensor_parallel: GPUs that share every layer of a replica.
+        pipeline_parallel: stages that share a replica's layers.
+        expert_parallel: groups that share the experts (`perfmodel.parallelism.Parallelism`).
         replicas: number of them.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
@@ -70,6 +78,7 @@ class SimulationConfig:
         calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
+        timeline: whether the report says how the run went over time, and gives whole distributions.
         jumps: advance runs of equal steps at once; False gives the same results, slower.
     Raises:
         ConfigurationError: a number is out of range.
@@ -78,7 +87,12 @@ class SimulationConfig:
     preset: str = "sarathi"
     model: str = "llama-3.1-8b"
     gpu: str = "a100-80g"
+    prices: Mapping[str, float] = field(default_factory=dict)
+    weight_dtype: str | None = None
+    kv_dtype: str | None = None
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
     replicas: int = 1
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
@@ -103,10 +117,11 @@ class SimulationConfig:
     engine: str = DEFAULT_ENGINE
     calibration: Path | None = None
     step_time: StepTimeModel | None = None
+    timeline: bool = False
     jumps: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "replicas", "block_size", "num_blocks"):
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "block_size", "num_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {value}")
@@ -115,12 +130,17 @@ class SimulationConfig:
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be negative, not {value}")
 
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a replica's GPUs share the model."""
+        return Parallelism(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
+
 
 class Simulation:
     """A cluster ready to serve one sequence of requests; made by `build_simulation`.
 
     Attributes:
-        metrics: a record per request, once it has run.
+        metrics: what became of the requests that have ended; calls who wants their records (`on_end`).
         schedulers: of the replicas, for who wants to look inside.
         explanations: what held the requests that `run` was asked to explain, by id.
     """
@@ -133,6 +153,7 @@ class Simulation:
         metrics: MetricsCollector,
         observers: Observers,
         description: dict[str, Any],
+        timeline: TimelineRecorder | None,
     ) -> None:
         self.metrics = metrics
         self.schedulers = [replica.scheduler for replica in replicas]
@@ -142,6 +163,7 @@ class Simulation:
         self._cluster = cluster
         self._observers = observers
         self._description = description
+        self._timeline = timeline
 
     def run(
         self,
@@ -175,12 +197,13 @@ class Simulation:
         return build_report(
             self.metrics,
             slo=self._config.slo,
-            num_gpus=self._config.tensor_parallel * self._config.replicas,
+            num_gpus=self._config.parallelism.num_gpus * self._config.replicas,
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
             decisions=self._decisions(),
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
+            timeline=self._timeline,
         )
 
     def _decisions(self) -> DecisionReport:
@@ -243,7 +266,11 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             does not fit the GPUs.
     """
     setup = _resolve(config)
-    loop, metrics = EventLoop(), MetricsCollector()
+    loop = EventLoop()
+    timeline = TimelineRecorder(dict.fromkeys(range(config.replicas), setup.num_blocks)) if config.timeline else None
+    metrics = MetricsCollector()
+    if timeline is not None:
+        metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
     replicas = [
         SimulatedReplica(
@@ -273,11 +300,12 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             loop,
             observers,
             jumps=config.jumps,
+            probe=timeline,
         )
         for replica_id in range(config.replicas)
     ]
     cluster = Cluster(replicas, make_router(setup.routing), loop, observers)
-    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup))
+    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup), timeline)
 
 
 def _resolve(config: SimulationConfig) -> _Setup:
@@ -292,15 +320,30 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        step_time = RooflineModel(shape, gpu, config.tensor_parallel, engine=engine)
+        shape, gpu = _hardware(config)
+        split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+        step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        num_blocks = kv_capacity(shape, gpu, config.tensor_parallel, block_size).num_blocks
+        shape, gpu = _hardware(config)
+        num_blocks = kv_capacity(
+            shape,
+            gpu,
+            config.tensor_parallel,
+            block_size,
+            pipeline_parallel=config.pipeline_parallel,
+            expert_parallel=config.expert_parallel,
+        ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = shape_named(config.model), gpu_named(config.gpu)
-        tier = host_tier_size(shape, gpu, config.tensor_parallel, block_size, config.swap_space_bytes)
+        shape, gpu = _hardware(config)
+        tier = host_tier_size(
+            shape,
+            gpu,
+            config.tensor_parallel,
+            block_size,
+            config.swap_space_bytes,
+            pipeline_parallel=config.pipeline_parallel,
+        )
         num_host_blocks = tier.num_blocks if num_host_blocks is None else num_host_blocks
         block_swap_s = tier.block_swap_s if block_swap_s is None else block_swap_s
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
@@ -320,12 +363,19 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
+def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
+    return shape, gpu_named(config.gpu, config.prices)
+
+
 def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
     return {
         "preset": setup.preset,
         "model": config.model,
         "gpu": config.gpu,
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
         "routing": setup.routing,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from expediter.cli.sizes import gibibytes
+from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from expediter.core.explanation import Span
-    from expediter.sim.report import Distribution, GroupReport, Report
+    from expediter.sim.distribution import Distribution
+    from expediter.sim.report import GroupReport, Report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,6 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, without the table"
     )
     out.add_argument(
+        "--timeline", action="store_true", help="add to the JSON how the run went over time, and whole distributions"
+    )
+    out.add_argument(
         "--explain", action="append", default=[], metavar="ID", help="say what held this request; may be repeated"
     )
     out.add_argument("--events", metavar="FILE", help="write what happened to each request as JSON lines")
@@ -71,8 +75,27 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SHAPE",
         help="name, or folder with a config.json (default: %(default)s)",
     )
-    group.add_argument("--gpu", default="a100-80g", metavar="KIND", help="GPU of every replica (default: %(default)s)")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs per replica (default: 1)")
+    group.add_argument(
+        "--gpu",
+        default="a100-80g",
+        metavar="KIND",
+        help="GPU of every replica, or a .toml file that describes one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--price",
+        type=price,
+        action="append",
+        default=[],
+        metavar="GPU=USD",
+        help="dollars per hour; may be repeated",
+    )
+    group.add_argument("--weight-dtype", metavar="TYPE", help="bf16, fp8 or fp4 (default: the model's)")
+    group.add_argument("--kv-dtype", metavar="TYPE", help="bf16 or fp8 (default: the model's)")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)")
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages per replica (default: 1)")
+    group.add_argument(
+        "--ep", type=int, default=1, metavar="N", help="groups of GPUs that share a mixture's experts (default: 1)"
+    )
     group.add_argument(
         "--engine", default="vllm", metavar="NAME", help="whose overhead the GPUs carry (default: %(default)s)"
     )
@@ -131,7 +154,12 @@ def run(args: argparse.Namespace) -> int:
         preset=args.preset,
         model=args.model,
         gpu=args.gpu,
+        prices=dict(args.price),
+        weight_dtype=args.weight_dtype,
+        kv_dtype=args.kv_dtype,
         tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        expert_parallel=args.ep,
         engine=args.engine,
         calibration=args.calibration,
         replicas=args.replicas,
@@ -150,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         num_blocks=args.num_gpu_blocks_override,
         swap_space_bytes=args.swap_space,
+        timeline=args.timeline,
     )
     trace = prepare_trace(
         args.trace,

@@ -29,6 +29,10 @@ class RejectReason(enum.Enum):
     """It has more sequences than the replica has slots."""
     SHUTDOWN = "shutdown"
     """The scheduler is draining."""
+    NO_REPLICA = "no_replica"
+    """No replica is up that could take it."""
+    OVERLOADED = "overloaded"
+    """Wherever it went, it would miss its targets, or make others miss theirs."""
     LATE = "late"
     """It cannot meet its targets any more, and asked to be refused then."""
 

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from expediter.core.errors import ConfigurationError
 from expediter.core.plan import StepFeatures
 from expediter.perfmodel.constants import Engine
+from expediter.perfmodel.dimensions import ModelShape
 from expediter.perfmodel.hardware import Gpu, gpu_named
 from expediter.perfmodel.roofline import RooflineModel
-from expediter.perfmodel.shapes import ModelShape, shape_named
+from expediter.perfmodel.shapes import shape_named
 
 Vector = npt.NDArray[np.float64]
 

@@ -15,6 +15,25 @@ _FILE: Final = "constants.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernels:
+    """What the kernels of a layer's routed experts reach with weights of one type.
+
+    Args:
+        latency_s: of all kernels of the layer's experts beside their reading, computing and moving.
+        bandwidth_share: of peak memory bandwidth while weights are read.
+        flops_share: of peak FLOP/s.
+        tile_tokens: rows by which an expert's tokens are rounded up on average.
+        move_factor: on the time to write and read each row and its result once.
+    """
+
+    latency_s: float
+    bandwidth_share: float
+    flops_share: float
+    tile_tokens: float
+    move_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """What single kernels reach on one GPU generation, launched from a CUDA graph.
 
@@ -32,6 +51,12 @@ class Kernels:
         small_kernel_s: norm, rotation, KV write and activation, each.
         fp8_gemm_latency_s, fp8_gemm_flops_share, fp8_gemm_bandwidth_share: the same of products in fp8, whose input
             comes converted; 0 where the generation has none, or no table.
+        fp8_kv_bandwidth_share: of peak memory bandwidth in decode attention over KV in fp8.
+        all_to_all_latency_s: of the smallest all-to-all.
+        all_to_all_share: of link bandwidth in all-to-alls.
+        expert_skew: tokens that touch as many experts as this share of tokens that choose evenly.
+        expert_imbalance: the fullest of g groups has g to this power times the mean.
+        experts: by type of their weights: bf16, fp8, and fp4 that is computed in bfloat16.
     """
 
     gemm_latency_s: float
@@ -45,6 +70,12 @@ class Kernels:
     all_reduce_latency_s: float
     link_share: float
     small_kernel_s: float
+    fp8_kv_bandwidth_share: float
+    all_to_all_latency_s: float
+    all_to_all_share: float
+    expert_skew: float
+    expert_imbalance: float
+    experts: dict[str, ExpertKernels]
     fp8_gemm_latency_s: float = 0.0
     fp8_gemm_flops_share: float = 0.0
     fp8_gemm_bandwidth_share: float = 0.0

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from expediter.control.routing import ReplicaSnapshot, Router
+from expediter.control.fleet import Fleet, ReplicaSnapshot
+from expediter.control.routing.base import Refusal, RouteQuery, Router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Queued, Rejected
 from expediter.core.ports import Clock
@@ -91,10 +92,22 @@ class _Replica:
     in_flight: dict[str, RequestStream] = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
     num_pending_tokens: int = 0
+    num_context_tokens: int = 0
+    num_running: int = 0
     last_frame_s: float = 0.0
     turn_age_s: float = 0.0
     up_since_s: float = 0.0
     num_deaths_in_a_row: int = 0
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """Return what a router sees of it."""
+        return ReplicaSnapshot(
+            replica_id=self.spec.replica_id,
+            num_requests=len(self.in_flight),
+            num_pending_tokens=self.num_pending_tokens,
+            num_context_tokens=self.num_context_tokens,
+            num_running=self.num_running,
+        )
 
 
 class Supervisor:
@@ -118,10 +131,12 @@ class Supervisor:
     ) -> None:
         self._command = command
         self._router = router
+        self._fleet = Fleet()
         self._step_log = step_log
         self._clock = clock
         self._config = config
         self._replicas = [_Replica(spec, metrics.for_replica(spec.replica_id)) for spec in specs]
+        self._by_id = {replica.spec.replica_id: replica for replica in self._replicas}
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._start_error: asyncio.Future[None] | None = None
@@ -189,25 +204,19 @@ class Supervisor:
         """
         if self._draining:
             raise CapacityError("the server is shutting down")
-        snapshots = [
-            ReplicaSnapshot(
-                replica_id=replica.spec.replica_id,
-                num_requests=len(replica.in_flight),
-                num_pending_tokens=replica.num_pending_tokens,
-            )
-            for replica in self._replicas
-            if replica.state is ReplicaState.UP
-        ]
-        num_prompt_tokens = requests[0].num_prompt_tokens
-        chosen = self._router.route(num_prompt_tokens, snapshots)
-        replica = next(r for r in self._replicas if r.spec.replica_id == chosen)
+        decision = self._router.route(RouteQuery.of(requests, self._clock.now()), self._fleet)
+        if isinstance(decision, Refusal):
+            raise CapacityError(decision.message)
+        replica = self._by_id[decision.replica_id]
         assert replica.process is not None
-        streams = [RequestStream(request, chosen, wake) for request in requests]
-        streams[0].num_pending_tokens = num_prompt_tokens
+        streams = [RequestStream(request, decision.replica_id, wake) for request in requests]
+        num_prompt_tokens = streams[0].num_pending_tokens = requests[0].num_prompt_tokens
         replica.process.send(submit_frame(requests))
         for stream in streams:
             replica.in_flight[stream.request.request_id] = stream
         replica.num_pending_tokens += num_prompt_tokens
+        replica.num_context_tokens += num_prompt_tokens * len(streams)
+        self._fleet.dispatched(decision.replica_id)
         replica.metrics.record(Queued(r.request_id, r.arrival_s, r.tenant, r.slo_class, r.slo) for r in requests)
         return streams
 
@@ -276,7 +285,7 @@ class Supervisor:
 
     async def _run_incarnation(self, replica: _Replica) -> int:
         """Start the replica and pass its events on until it is gone; return its exit code."""
-        replica.state = ReplicaState.STARTING
+        self._set_state(replica, ReplicaState.STARTING)
         try:
             process = await ReplicaProcess.start(self._command, replica.spec)
         except OSError:
@@ -294,7 +303,7 @@ class Supervisor:
             process.kill()
         finally:
             replica.process = None
-            replica.state = ReplicaState.DOWN
+            self._set_state(replica, ReplicaState.DOWN)
             replica.metrics.set_up(False)
             replica.questions.give_up()
             self._lose_requests(replica)
@@ -306,7 +315,7 @@ class Supervisor:
             case Hello():
                 replica.hello = frame
                 replica.up_since_s = self._clock.now()
-                replica.state = ReplicaState.UP
+                self._set_state(replica, ReplicaState.UP)
                 replica.metrics.set_up(True)
                 if all(other.state is ReplicaState.UP for other in self._replicas):
                     self._all_up.set()
@@ -327,7 +336,16 @@ class Supervisor:
                     self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
         if replica.state is ReplicaState.STALLED:
             logger.info("replica %d is moving again", replica.spec.replica_id)
-            replica.state = ReplicaState.UP
+            self._set_state(replica, ReplicaState.UP)
+
+    def _set_state(self, replica: _Replica, state: ReplicaState) -> None:
+        """Change the state; only who is up is in the fleet."""
+        if (state is ReplicaState.UP) != (replica.state is ReplicaState.UP):
+            if state is ReplicaState.UP:
+                self._fleet.join(replica.spec.replica_id, replica.snapshot)
+            else:
+                self._fleet.leave(replica.spec.replica_id)
+        replica.state = state
 
     def _pass_on(self, replica: _Replica, event: ReplicaEvent) -> None:
         if isinstance(event, TokensFrame):
@@ -350,6 +368,8 @@ class Supervisor:
             case Finished() | Rejected():
                 self._settle_prompt(replica, stream)
                 del replica.in_flight[event.request_id]
+                replica.num_context_tokens -= stream.request.num_prompt_tokens
+                self._fleet.mark(replica.spec.replica_id)
                 stream.push(event)
 
     def _pass_tokens_on(self, replica: _Replica, event: TokensFrame) -> None:
@@ -365,12 +385,16 @@ class Supervisor:
         """Take the prompt off the replica's pending tokens, once."""
         replica.num_pending_tokens -= stream.num_pending_tokens
         stream.num_pending_tokens = 0
+        self._fleet.mark(replica.spec.replica_id)
 
     def _lose_requests(self, replica: _Replica) -> None:
         for stream in tuple(replica.in_flight.values()):
             self._pass_on(replica, stream.lost(self._clock.now()))
 
     def _show(self, replica: _Replica, stats: Stats) -> None:
+        if stats.num_running != replica.num_running:
+            replica.num_running = stats.num_running
+            self._fleet.mark(replica.spec.replica_id)
         replica.metrics.set_gauges(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -414,4 +438,4 @@ class Supervisor:
             replica.process.kill()
         elif silent_s >= self._config.stall_s and replica.state is ReplicaState.UP:
             logger.warning("replica %d has been silent for %.1f s", replica.spec.replica_id, silent_s)
-            replica.state = ReplicaState.STALLED
+            self._set_state(replica, ReplicaState.STALLED)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
-from expediter.control.routing import Router
+from expediter.control.fleet import Fleet
+from expediter.control.routing.base import Placement, RouteQuery, Router
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
 from expediter.sim.loop import EventKind, EventLoop
@@ -18,6 +20,9 @@ class Cluster:
     """Routes each request when it arrives and runs until all work is done.
 
     Only the next request exists ahead of its arrival, so a long trace takes no more memory than what is in flight.
+
+    Attributes:
+        fleet: the replicas as the router sees them.
     """
 
     def __init__(
@@ -30,6 +35,10 @@ class Cluster:
         self._pending: Iterator[Sequence[Request]] = iter(())
         self._next: Sequence[Request] | None = None
         self._num_arrived = 0
+        self.fleet = Fleet()
+        for replica in replicas:
+            self.fleet.join(replica.replica_id, replica.snapshot)
+            replica.on_load_change = partial(self.fleet.mark, replica.replica_id)
         self._progress: Callable[[int], None] | None = None
 
     @property
@@ -67,11 +76,12 @@ class Cluster:
         group = self._next
         assert group is not None
         self._num_arrived += 1
-        snapshots = [replica.snapshot() for replica in self._replicas.values()]
-        replica_id = self._router.route(group[0].num_prompt_tokens, snapshots)
+        decision = self._router.route(RouteQuery.of(group, now_s), self.fleet)
         for request in group:
-            self._observer.arrived(request, replica_id, now_s)
-        self._replicas[replica_id].receive(group, now_s)
+            self._observer.arrived(request, decision, now_s)
+        if isinstance(decision, Placement):
+            self._replicas[decision.replica_id].receive(group, now_s)
+            self.fleet.dispatched(decision.replica_id)
         if self._progress is not None and self._num_arrived % _PROGRESS_EVERY == 0:
             self._progress(self._num_arrived)
         self._expect_next()

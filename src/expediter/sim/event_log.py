@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from expediter.control.routing.base import Decision, Placement
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected
 from expediter.core.request import Request
 
@@ -23,14 +24,17 @@ class EventLog:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
         self._write(
             now_s,
             "queued",
             request.request_id,
             {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_tokens},
         )
-        self._write(now_s, "routed", request.request_id, {"replica": replica_id})
+        if isinstance(decision, Placement):
+            self._write(now_s, "routed", request.request_id, {"replica": decision.replica_id})
+        else:
+            self._write(now_s, "rejected", request.request_id, {"reason": decision.reason.value})
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for event in events:

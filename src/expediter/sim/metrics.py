@@ -1,15 +1,18 @@
-"""What became of each request, derived from events alone."""
+"""What became of the requests, derived from events alone, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
+from expediter.control.routing.base import Decision, Placement, Refusal
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected, RejectReason
 from expediter.core.request import FinishReason, Request
 from expediter.core.slo import NO_SLO, Slo
+from expediter.sim.distribution import Sample
 
 
 class Outcome(enum.Enum):
@@ -26,13 +29,15 @@ class RequestRecord:
     """One request's life. Times are in seconds of virtual time, None where it did not come to that.
 
     Attributes:
+        replica_id: where it was sent first; None if it was refused on arrival.
         num_cached_tokens: prompt tokens reused at the first admission.
         num_output_tokens: set at the end.
     """
 
+    request_id: str
     arrival_s: float
     num_prompt_tokens: int
-    replica_id: int
+    replica_id: int | None
     slo: Slo = NO_SLO
     tenant: str = ""
     slo_class: str = ""
@@ -69,6 +74,18 @@ class RequestRecord:
         )
 
     @property
+    def missed(self) -> str | None:
+        """The first target that it missed in its life: `served` if it did not finish, else `ttft`, `tpot` or `e2e`."""
+        if self.e2e_s is None or self.ttft_s is None:
+            return "served"
+        if self.is_met:
+            return None
+        if self.slo.ttft_s is not None and self.ttft_s > self.slo.ttft_s:
+            return "ttft"
+        is_slow = self.slo.tpot_s is not None and self.tpot_s is not None and self.tpot_s > self.slo.tpot_s
+        return "tpot" if is_slow else "e2e"
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first, of finished requests with more than one."""
         if self.e2e_s is None or self.ended_s is None or self.first_token_s is None or self.num_output_tokens < 2:
@@ -87,39 +104,122 @@ class RequestCounts:
     aborted: int
 
 
-class MetricsCollector:
-    """`Observer` that keeps a record per request.
+class Tally:
+    """Requests that have ended, added up.
 
     Attributes:
-        preemptions: of all requests together, by cause.
-        held_s: seconds that requests waited, all together, by what held them.
-        last_event_s: time of the latest arrival or scheduler event.
+        num_ended: by outcome.
+        num_met, value, value_met: of those that met their targets; weights of all and of those.
+        missed: the others by `RequestRecord.missed`.
+        num_prompt_tokens, num_output_tokens: of all.
+        num_admitted_tokens, num_cached_tokens: prompt tokens of those that were ever scheduled, and how many of them
+            came from the cache.
+        ttft_s, tpot_s, e2e_s, queueing_s: of those that have one (see `RequestRecord`).
     """
 
     def __init__(self) -> None:
-        self._records: dict[str, RequestRecord] = {}
-        self.preemptions: dict[str, int] = {}
-        self.held_s: dict[str, float] = {}
-        self.last_event_s = 0.0
+        self.num_ended = dict.fromkeys(Outcome, 0)
+        self.num_met = 0
+        self.missed: dict[str, int] = {}
+        self.value = self.value_met = 0.0
+        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_admitted_tokens = self.num_cached_tokens = 0
+        self.ttft_s, self.tpot_s, self.e2e_s, self.queueing_s = Sample(), Sample(), Sample(), Sample()
 
     @property
-    def records(self) -> Sequence[RequestRecord]:
-        """All records in order of arrival."""
-        return list(self._records.values())
+    def num_arrived(self) -> int:
+        return sum(self.num_ended.values())
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
-        if request.request_id in self._records:
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        assert record.outcome is not None
+        self.num_ended[record.outcome] += 1
+        self.value += record.value
+        self.num_prompt_tokens += record.num_prompt_tokens
+        self.num_output_tokens += record.num_output_tokens
+        if record.first_scheduled_s is not None:
+            self.num_admitted_tokens += record.num_prompt_tokens
+            self.num_cached_tokens += record.num_cached_tokens
+        self._add_to(self.queueing_s, record.queueing_s)
+        self._add_to(self.ttft_s, record.ttft_s)
+        self._add_to(self.tpot_s, record.tpot_s)
+        self._add_to(self.e2e_s, record.e2e_s)
+        missed = record.missed
+        if missed is None:
+            self.num_met += 1
+            self.value_met += record.value
+        else:
+            self.missed[missed] = self.missed.get(missed, 0) + 1
+
+    @staticmethod
+    def _add_to(sample: Sample, value: float | None) -> None:
+        if value is not None:
+            sample.add(value)
+
+
+class Groups:
+    """A tally per name, as soon as any request has one; until then the tally of all is that of the nameless."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+
+    def add(self, name: str, record: RequestRecord, before: Tally) -> None:
+        """Count a request that has ended.
+
+        Args:
+            before: tally of all requests that ended before it.
+        """
+        if not self.tallies:
+            if not name:
+                return
+            if before.num_arrived:
+                self.tallies[""] = deepcopy(before)
+        tally = self.tallies.get(name)
+        if tally is None:
+            tally = self.tallies[name] = Tally()
+        tally.add(record)
+
+
+class MetricsCollector:
+    """`Observer` that adds requests up as they end, and keeps a record of those that have not.
+
+    Attributes:
+        total, classes, tenants: of the requests that have ended; by SLO class and by tenant.
+        preemptions: of all requests together, by cause.
+        held_s: seconds that requests waited, all together, by what held them.
+        first_event_s: time of the first arrival, None before it.
+        last_event_s: time of the latest arrival or scheduler event.
+        on_end: called with the record of each request that ends, which nobody keeps otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.total = Tally()
+        self.classes, self.tenants = Groups(), Groups()
+        self.preemptions: dict[str, int] = {}
+        self.held_s: dict[str, float] = {}
+        self.first_event_s: float | None = None
+        self.last_event_s = 0.0
+        self.on_end: list[Callable[[RequestRecord], None]] = []
+        self._live: dict[str, RequestRecord] = {}
+
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
+        if request.request_id in self._live:
             raise InvariantError(f"request {request.request_id} arrived twice")
-        self._records[request.request_id] = RequestRecord(
+        self._live[request.request_id] = RequestRecord(
+            request.request_id,
             now_s,
             request.num_prompt_tokens,
-            replica_id,
+            decision.replica_id if isinstance(decision, Placement) else None,
             request.slo,
             request.tenant,
             request.slo_class,
             request.value,
         )
+        if self.first_event_s is None:
+            self.first_event_s = now_s
         self.last_event_s = now_s
+        if isinstance(decision, Refusal):
+            self._end(request.request_id, Outcome.REJECTED, now_s)
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for event in events:
@@ -128,11 +228,11 @@ class MetricsCollector:
                     for reason, seconds in event.held_s.items():
                         self.held_s[reason] = self.held_s.get(reason, 0.0) + seconds
                     if not event.resumed:
-                        record = self._records[event.request_id]
+                        record = self._record_of(event.request_id)
                         record.first_scheduled_s = event.now_s
                         record.num_cached_tokens = event.num_cached_tokens
                 case FirstToken():
-                    self._records[event.request_id].first_token_s = event.now_s
+                    self._record_of(event.request_id).first_token_s = event.now_s
                 case Preempted():
                     self.preemptions[event.cause.value] = self.preemptions.get(event.cause.value, 0) + 1
                 case Finished():
@@ -146,19 +246,29 @@ class MetricsCollector:
             # A request that is refused after a step is refused with the time of its arrival.
             self.last_event_s = max(self.last_event_s, events[-1].now_s)
 
+    def _record_of(self, request_id: str) -> RequestRecord:
+        record = self._live.get(request_id)
+        if record is None:
+            raise InvariantError(f"an event of request {request_id}, which never arrived or has ended already")
+        return record
+
     def _finish(self, event: Finished, replica_id: int) -> None:
         if event.reason is FinishReason.ERROR:
             raise InvariantError(f"request {event.request_id} failed on replica {replica_id}")
+        self._record_of(event.request_id).num_output_tokens = event.num_output_tokens
         outcome = Outcome.ABORTED if event.reason is FinishReason.ABORT else Outcome.FINISHED
         self._end(event.request_id, outcome, event.now_s)
-        self._records[event.request_id].num_output_tokens = event.num_output_tokens
 
     def _end(self, request_id: str, outcome: Outcome, now_s: float) -> None:
-        record = self._records[request_id]
-        if record.outcome is not None:
-            raise InvariantError(f"request {request_id} ended twice: {record.outcome.value}, then {outcome.value}")
+        record = self._record_of(request_id)
+        del self._live[request_id]
         record.outcome = outcome
         record.ended_s = now_s
+        self.classes.add(record.slo_class, record, self.total)
+        self.tenants.add(record.tenant, record, self.total)
+        self.total.add(record)
+        for told in self.on_end:
+            told(record)
 
     def counts(self) -> RequestCounts:
         """Return how the requests ended.
@@ -166,15 +276,13 @@ class MetricsCollector:
         Raises:
             InvariantError: a request has not ended, so that arrived is not finished + rejected + unservable + aborted.
         """
-        by_outcome = dict.fromkeys(Outcome, 0)
-        for request_id, record in self._records.items():
-            if record.outcome is None:
-                raise InvariantError(f"request {request_id} neither finished nor was it rejected or aborted")
-            by_outcome[record.outcome] += 1
+        for request_id in self._live:
+            raise InvariantError(f"request {request_id} neither finished nor was it rejected or aborted")
+        ended = self.total.num_ended
         return RequestCounts(
-            arrived=len(self._records),
-            finished=by_outcome[Outcome.FINISHED],
-            rejected=by_outcome[Outcome.REJECTED],
-            unservable=by_outcome[Outcome.UNSERVABLE],
-            aborted=by_outcome[Outcome.ABORTED],
+            arrived=self.total.num_arrived,
+            finished=ended[Outcome.FINISHED],
+            rejected=ended[Outcome.REJECTED],
+            unservable=ended[Outcome.UNSERVABLE],
+            aborted=ended[Outcome.ABORTED],
         )

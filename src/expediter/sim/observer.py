@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from expediter.control.routing.base import Decision, Refusal
 from expediter.core.events import Event, Finished, Rejected
-from expediter.core.explanation import Span
+from expediter.core.explanation import Reason, Span
 from expediter.core.request import Request
 
 
 class Observer(Protocol):
     """Hears of everything in the order in which it happens."""
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
-        """A request came in and was sent to a replica."""
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
+        """A request came in and was sent to a replica, or refused: then nothing follows."""
         ...
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         """A replica's scheduler reported events; `Tokens`, one per step, are left out."""
         ...
+
+
+class ReplicaLoad(NamedTuple):
+    """What a replica holds at a moment: requests, those that wait in its inbox included, and KV blocks."""
+
+    num_waiting: int
+    num_running: int
+    num_used_blocks: int
+    num_cached_blocks: int
+
+
+class Probe(Protocol):
+    """Looks into replicas whenever what they hold begins to change in another way: at an arrival, after a plan, and
+    before a step or a jump of steps is applied."""
+
+    def sample(self, replica_id: int, now_s: float, load: ReplicaLoad) -> None: ...
 
 
 class Observers:
@@ -31,9 +48,9 @@ class Observers:
     def add(self, observer: Observer) -> None:
         self._observers.append(observer)
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
         for observer in self._observers:
-            observer.arrived(request, replica_id, now_s)
+            observer.arrived(request, decision, now_s)
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for observer in self._observers:
@@ -55,8 +72,9 @@ class Explainer:
         self._wanted = frozenset(request_ids)
         self._ask = ask
 
-    def arrived(self, request: Request, replica_id: int, now_s: float) -> None:
-        """An arrival explains nothing."""
+    def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
+        if isinstance(decision, Refusal) and request.request_id in self._wanted:
+            self.spans[request.request_id] = (Span(now_s, now_s, Reason.REJECTED, {"cause": decision.message}),)
 
     def record(self, replica_id: int, events: Sequence[Event]) -> None:
         for event in events:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
-from expediter.control.routing import ReplicaSnapshot
+from expediter.control.fleet import ReplicaSnapshot
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepPlan
@@ -15,7 +15,7 @@ from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventKind, EventLoop
-from expediter.sim.observer import Observer
+from expediter.sim.observer import Observer, Probe, ReplicaLoad
 
 _ENDS: Final = (Finished, Rejected)
 
@@ -31,10 +31,12 @@ class SimulatedReplica:
 
     Args:
         jumps: False to run every step as an event of its own, for comparison.
+        probe: looks at the load over time, if anybody wants to.
     Attributes:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
+        on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
     def __init__(
@@ -46,19 +48,23 @@ class SimulatedReplica:
         observer: Observer,
         *,
         jumps: bool = True,
+        probe: Probe | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.scheduler = scheduler
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
+        self.on_load_change: Callable[[], None] = lambda: None
         self._executor = executor
         self._loop = loop
         self._observer = observer
         self._jumps = jumps
+        self._probe = probe
         self._inbox: list[Sequence[Request]] = []
         self._num_inbox_tokens = 0
-        self._num_requests = 0
+        self._num_context_tokens = 0
+        self._prompt_tokens: dict[str, int] = {}
         self._plan: StepPlan | None = None
         self._durations_s: list[float] = []
         self._ends_s: list[float] = []
@@ -69,15 +75,20 @@ class SimulatedReplica:
         """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
         return ReplicaSnapshot(
             replica_id=self.replica_id,
-            num_requests=self._num_requests,
+            num_requests=len(self._prompt_tokens),
             num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
+            num_context_tokens=self._num_context_tokens,
+            num_running=self.scheduler.num_running,
         )
 
     def receive(self, group: Sequence[Request], now_s: float) -> None:
         """Take a request that arrives at `now_s`, with all its sequences."""
         self._inbox.append(group)
         self._num_inbox_tokens += group[0].num_prompt_tokens
-        self._num_requests += len(group)
+        for request in group:
+            self._prompt_tokens[request.request_id] = request.num_prompt_tokens
+            self._num_context_tokens += request.num_prompt_tokens
+        self._look(now_s)
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:
@@ -107,6 +118,9 @@ class SimulatedReplica:
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)
         self._emit(plan.events)
+        self._look(now_s)
+        if plan.events:
+            self.on_load_change()
         if plan.is_empty:
             if self.scheduler.has_work:
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
@@ -129,11 +143,22 @@ class SimulatedReplica:
         assert plan is not None
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
+        self._look(now_s)
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
         self._emit(self.scheduler.apply(result, now_s))
+        if plan.features.num_prefill_tokens:
+            self.on_load_change()
         self._wake(now_s)
+
+    def _look(self, now_s: float) -> None:
+        if self._probe is not None:
+            num_running, kv = self.scheduler.num_running, self.scheduler.kv
+            load = ReplicaLoad(
+                len(self._prompt_tokens) - num_running, num_running, kv.num_used_blocks, kv.num_cached_blocks
+            )
+            self._probe.sample(self.replica_id, now_s, load)
 
     def _emit(self, events: list[Event]) -> None:
         facts = [event for event in events if type(event) is not Tokens]
@@ -141,5 +166,6 @@ class SimulatedReplica:
             return
         for event in facts:
             if isinstance(event, _ENDS):
-                self._num_requests -= 1
+                self._num_context_tokens -= self._prompt_tokens.pop(event.request_id)
+                self.on_load_change()
         self._observer.record(self.replica_id, facts)
