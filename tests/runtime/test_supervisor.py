@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expediter.control.routing.build import make_router
+from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Finished
 from expediter.core.explanation import Reason, Span
@@ -69,7 +69,7 @@ def supervisor(
     return Supervisor(
         command=command or (sys.executable, str(FAKE_REPLICA), *flags),
         specs=specs or [spec()],
-        router=make_router("least_load"),
+        router=make_router(RoutingConfig(name="least_load")),
         metrics=ServerMetrics("fake"),
         step_log=StepLog(),
         clock=MonotonicClock(),

@@ -1,4 +1,4 @@
-"""One short run of every preset with every routing, and of every part of a policy, against what it gave before.
+"""One short run of every preset, every routing and every part of a policy, against what it gave before.
 
 `golden_runs.json` holds the figures; a change of behaviour shows as a difference to be looked at. After a change that
 is meant, and for a new preset, routing or part, `PYTHONPATH=src python tests/sim/test_golden_runs.py` writes them anew.
@@ -41,7 +41,8 @@ PARTS = {
     "eviction": EVICTIONS,
 }
 CHOICES = [
-    *({"preset": preset, "routing": routing} for preset in PRESET_NAMES for routing in ROUTINGS),
+    *({"preset": preset} for preset in PRESET_NAMES),
+    *({"routing": routing} for routing in ROUTINGS),
     *({part: name} for part, names in PARTS.items() for name in names),
 ]
 

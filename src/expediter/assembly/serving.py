@@ -88,7 +88,13 @@ class ServeConfig:
             raise ConfigurationError("shutdown_timeout_s must not be negative")
         if not all(self.api_keys):
             raise ConfigurationError("an API key must not be empty")
-        make_router(self.preset.routing)
+        if self.preset.cluster.routing.prefix_knowledge == "exact":
+            raise ConfigurationError("prefix_knowledge exact is for simulations: no server looks into its replicas")
+        if self.preset.cluster.prefill_share:
+            raise ConfigurationError(
+                f"preset {self.preset.name!r} computes prompts and tokens on different replicas; replicas of a server "
+                f"do both, so choose another, or simulate it"
+            )
         limits = self.preset.scheduler
         if self.max_model_len is not None:
             limits = replace(limits, max_model_len=self.max_model_len)
@@ -118,7 +124,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
     supervisor = Supervisor(
         command=replica_command,
         specs=replica_specs(config),
-        router=make_router(config.preset.routing),
+        router=make_router(config.preset.cluster.routing),
         metrics=metrics,
         step_log=step_log,
         clock=clock,
@@ -202,7 +208,7 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
             preset=preset.name,
             policy=preset.policy,
             prefix_caching=preset.prefix_caching,
-            routing=preset.routing,
+            routing=preset.cluster.routing.name,
             replicas=len(hellos),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,

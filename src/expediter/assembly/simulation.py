@@ -14,7 +14,9 @@ from typing import Any, BinaryIO
 
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
-from expediter.control.routing.build import make_router
+from expediter.control.fleet import ReplicaProfile
+from expediter.control.routing.build import RoutingConfig, make_router
+from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
 from expediter.core.ports import StepTimeModel
@@ -61,7 +63,7 @@ class SimulationConfig:
         replicas: number of them.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
-        routing: name of a routing policy.
+        routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
         batching, memory, budget, victims, preemption_mode: names of parts.
@@ -96,7 +98,7 @@ class SimulationConfig:
     replicas: int = 1
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    routing: str | None = None
+    routing: str | RoutingConfig | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
     batching: str | None = None
@@ -249,7 +251,7 @@ class _Setup:
     limits: SchedulerConfig
     policy: PolicyConfig
     own_ordering: type[Ordering] | None
-    routing: str
+    routing: RoutingConfig
     prefix_caching: bool
     block_size: int
     num_blocks: int
@@ -272,6 +274,10 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
+    profile = ReplicaProfile(
+        speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if config.knows_step_time else Speed(),
+        max_kv_tokens=setup.num_blocks * setup.block_size,
+    )
     replicas = [
         SimulatedReplica(
             replica_id,
@@ -299,6 +305,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             ),
             loop,
             observers,
+            profile=profile,
             jumps=config.jumps,
             probe=timeline,
         )
@@ -353,7 +360,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),
         policy=policy,
         own_ordering=None if isinstance(config.ordering, str) else config.ordering,
-        routing=preset.routing if config.routing is None else config.routing,
+        routing=_routing(config.routing, preset.cluster.routing),
         prefix_caching=preset.prefix_caching if config.prefix_caching is None else config.prefix_caching,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -368,6 +375,12 @@ def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
     return shape, gpu_named(config.gpu, config.prices)
 
 
+def _routing(asked: str | RoutingConfig | None, of_preset: RoutingConfig) -> RoutingConfig:
+    if asked is None:
+        return of_preset
+    return replace(of_preset, name=asked) if isinstance(asked, str) else asked
+
+
 def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
     return {
         "preset": setup.preset,
@@ -377,7 +390,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "pipeline_parallel": config.pipeline_parallel,
         "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
-        "routing": setup.routing,
+        "routing": setup.routing.name,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
         "engine": config.engine if config.step_time is None else None,

@@ -38,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     replicas = parser.add_argument_group("replicas")
     replicas.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
     replicas.add_argument("--preset", default="sarathi", metavar="NAME", help="default: %(default)s")
+    replicas.add_argument("--routing", metavar="NAME", help="who gets a request (default: the preset's)")
     replicas.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     replicas.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     limits = parser.add_argument_group("limits and policy of each replica (default: the preset's)")
@@ -110,8 +111,10 @@ def _preset(args: argparse.Namespace) -> Preset:
         if args.max_num_batched_tokens is not None and args.max_num_batched_tokens > 0:
             # A small budget alone means fewer sequences, too: each of them decodes one token per step.
             max_num_seqs = min(max_num_seqs, args.max_num_batched_tokens)
+    routing = preset.cluster.routing
     return replace(
         preset,
+        cluster=replace(preset.cluster, routing=replace(routing, name=args.routing or routing.name)),
         scheduler=replace(preset.scheduler, max_num_seqs=max_num_seqs),
         policy=replace(preset.policy, ordering=args.scheduling_policy or preset.policy.ordering),
         block_size=args.block_size if args.block_size is not None else preset.block_size,

@@ -8,14 +8,16 @@ loads as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from expediter.control.speed import Speed
 from expediter.core.errors import InvariantError
+from expediter.core.request import Request
 from expediter.scheduling.lazy_heap import LazyHeap
 
 Role = Literal["prefill", "decode", "mixed"]
@@ -23,6 +25,7 @@ Role = Literal["prefill", "decode", "mixed"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 Side = Literal["prefill", "decode"]
 """What somebody is wanted for; a mixed replica can do either."""
+Floats = npt.NDArray[np.float64]
 _ROLES_OF: Final[dict[Side, tuple[Role, Role]]] = {"prefill": ("prefill", "mixed"), "decode": ("decode", "mixed")}
 
 
@@ -59,13 +62,81 @@ def requests(snapshot: ReplicaSnapshot) -> tuple[float, ...]:
     return snapshot.num_requests, snapshot.num_context_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaProfile:
+    """What does not change while a replica is in the fleet.
+
+    Attributes:
+        role: what it does.
+        speed: how fast it computes.
+        max_kv_tokens: tokens that its KV cache holds; None if that is not known.
+        cached_tokens: asks its cache how many leading tokens of a request's prompt it holds; None where nobody can.
+    """
+
+    role: Role = "mixed"
+    speed: Speed = field(default_factory=Speed)
+    max_kv_tokens: int | None = None
+    cached_tokens: Callable[[Request], int] | None = None
+
+
+MIXED: Final = ReplicaProfile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLink:
+    """Time to copy KV between two replicas that do nothing else on the wire: latency + tokens * time per token."""
+
+    latency_s: float
+    token_s: float
+
+    def transfer_s(self, num_tokens: float) -> float:
+        return self.latency_s + num_tokens * self.token_s if num_tokens > 0 else 0.0
+
+
+class Columns(NamedTuple):
+    """Loads of some replicas side by side; every array has one entry per replica, in the same order.
+
+    Attributes:
+        slots: place of each in arrays over all slots of the fleet.
+        requests, pending, context, running: as in `ReplicaSnapshot`, float64.
+        queue_s: how long what was sent to it keeps it busy before a new prompt's turn comes.
+        step_s, token_s, attention_s, decode_s, context_s: of its `Speed`.
+        max_kv: tokens that its KV cache holds; infinite if that is not known.
+        last_dispatch: number of the last request that was sent there.
+    """
+
+    slots: npt.NDArray[np.intp]
+    requests: Floats
+    pending: Floats
+    context: Floats
+    running: Floats
+    queue_s: Floats
+    step_s: Floats
+    token_s: Floats
+    attention_s: Floats
+    decode_s: Floats
+    context_s: Floats
+    max_kv: Floats
+    last_dispatch: Floats
+
+    def prefill_s(self, num_new: Floats, num_cached: Floats) -> Floats:
+        """Return how long each replica computes `num_new` prompt tokens behind `num_cached` (`Speed.prefill_s`)."""
+        attention = num_new * (num_cached + num_new / 2)
+        return np.maximum(self.step_s, num_new * self.token_s) + attention * self.attention_s
+
+    def decode_step_s(self, num_more: int, num_tokens: int) -> Floats:
+        """Return the duration of a step of decodes with `num_more` more of `num_tokens` in all."""
+        more_s = (self.running + num_more) * self.decode_s + (self.context + num_tokens) * self.context_s
+        return self.step_s + more_s
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
     """A replica in the fleet. `sequence` is unique to this stay: one that comes back is another member."""
 
     sequence: int
     slot: int
-    role: Role
+    profile: ReplicaProfile
     look: Callable[[], ReplicaSnapshot]
     snapshot: ReplicaSnapshot
     last_dispatch: int = 0
@@ -78,23 +149,30 @@ def _key(load: Load, member: _Member) -> tuple[float, ...]:
 class Fleet:
     """The replicas that take requests.
 
+    Each has a slot while it stays, a small number that is its place in arrays; a slot that is left may be taken again.
+
+    Args:
+        link: between any two of them; None if KV cannot be copied.
     Attributes:
         generation: rises whenever a replica joins or leaves; who keeps something per replica compares it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: KvLink | None = None) -> None:
         self.generation = 0
+        self.link = link
         self._members: dict[int, _Member] = {}
-        self._by_slot: list[_Member] = []
+        self._by_slot: list[_Member | None] = []
         self._marked: dict[int, None] = {}
         self._heaps: dict[tuple[Load, Role], LazyHeap[_Member]] = {}
         self._loads: dict[Load, None] = {}
         self._num_dispatched = 0
-        self._columns: npt.NDArray[np.float64] = np.zeros((4, 8))
+        self._table: Floats = np.zeros((len(Columns._fields) - 1, 8))
+        self._slots_of: dict[Side, npt.NDArray[np.intp]] = {}
+        self._num_requests: dict[Role, int] = dict.fromkeys(ROLES, 0)
 
     # ---- who is in it
 
-    def join(self, replica_id: int, look: Callable[[], ReplicaSnapshot], *, role: Role = "mixed") -> None:
+    def join(self, replica_id: int, look: Callable[[], ReplicaSnapshot], profile: ReplicaProfile = MIXED) -> None:
         """Let a replica take requests; its caches are taken to be empty.
 
         Args:
@@ -105,11 +183,16 @@ class Fleet:
         if replica_id in self._members:
             raise InvariantError(f"replica {replica_id} is in the fleet already")
         self.generation += 1
-        member = _Member(self.generation, len(self._by_slot), role, look, look())
+        self._slots_of.clear()
+        slot = next((slot for slot, member in enumerate(self._by_slot) if member is None), len(self._by_slot))
+        if slot == len(self._by_slot):
+            self._by_slot.append(None)
+        if slot == self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        snapshot = look()
+        member = self._by_slot[slot] = _Member(self.generation, slot, profile, look, snapshot)
         self._members[replica_id] = member
-        self._by_slot.append(member)
-        if len(self._by_slot) > self._columns.shape[1]:
-            self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
+        self._num_requests[profile.role] += snapshot.num_requests
         self._take(member)
 
     def leave(self, replica_id: int) -> None:
@@ -118,14 +201,12 @@ class Fleet:
         if member is None:
             return
         self.generation += 1
+        self._slots_of.clear()
         self._marked.pop(replica_id, None)
         for load in self._loads:
-            self._heaps[load, member.role].remove(member)
-        last = self._by_slot.pop()
-        if last is not member:
-            self._by_slot[member.slot] = last
-            self._columns[:, member.slot] = self._columns[:, last.slot]
-            last.slot = member.slot
+            self._heaps[load, member.profile.role].remove(member)
+        self._num_requests[member.profile.role] -= member.snapshot.num_requests
+        self._by_slot[member.slot] = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -133,14 +214,52 @@ class Fleet:
     def __contains__(self, replica_id: int) -> bool:
         return replica_id in self._members
 
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the ids, in the order in which they joined."""
-        return iter(self._members)
+    def ids(self, side: Side) -> list[int]:
+        """Return who does that, by slot."""
+        return [self.id_at(slot) for slot in self.slots(side).tolist()]
 
     def can(self, replica_id: int, side: Side) -> bool:
         """Return whether a replica is in the fleet and does that."""
         member = self._members.get(replica_id)
-        return member is not None and member.role in _ROLES_OF[side]
+        return member is not None and member.profile.role in _ROLES_OF[side]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots are [0, num_slots); some may be empty."""
+        return len(self._by_slot)
+
+    def slots(self, side: Side) -> npt.NDArray[np.intp]:
+        """Return the slots of who does that, ascending."""
+        found = self._slots_of.get(side)
+        if found is None:
+            roles = _ROLES_OF[side]
+            slots = [m.slot for m in self._by_slot if m is not None and m.profile.role in roles]
+            found = self._slots_of[side] = np.array(slots, np.intp)
+        return found
+
+    def slot_of(self, replica_id: int) -> int:
+        return self._members[replica_id].slot
+
+    def id_at(self, slot: int) -> int:
+        """Return who has a slot that is not empty."""
+        member = self._by_slot[slot]
+        assert member is not None
+        return member.snapshot.replica_id
+
+    def stay_at(self, slot: int) -> int:
+        """Return a number for the stay of whoever has a slot, unlike that of anybody who had it before; 0 if empty."""
+        member = self._by_slot[slot]
+        return 0 if member is None else member.sequence
+
+    def profile(self, replica_id: int) -> ReplicaProfile:
+        return self._members[replica_id].profile
+
+    def learned(self, replica_id: int, speed: Speed) -> None:
+        """Say how fast a replica is, where that is found out while it serves."""
+        member = self._members.get(replica_id)
+        if member is not None:
+            member.profile = replace(member.profile, speed=speed)
+            self._marked[replica_id] = None
 
     # ---- their load
 
@@ -160,38 +279,75 @@ class Fleet:
         self._refresh()
         return self._members[replica_id].snapshot
 
+    def num_requests(self, side: Side) -> int:
+        """Return the requests of all who do that."""
+        self._refresh()
+        return sum(self._num_requests[role] for role in _ROLES_OF[side])
+
     def least(self, load: Load, side: Side) -> ReplicaSnapshot | None:
-        """Return who has the least load, of equals the one dispatched to longest ago; None if nobody does that."""
+        """Return who has the least load, of equals the one dispatched to longest ago; None if nobody does that.
+
+        Cost: O(log n) per replica that has changed.
+        """
+        return self.least_of(load, _ROLES_OF[side])
+
+    def least_of(self, load: Load, roles: Sequence[Role]) -> ReplicaSnapshot | None:
+        """Return who of these roles has the least load; see `least`."""
         self._refresh()
         if load not in self._loads:
             self._keep_heaps(load)
-        firsts = (self._heaps[load, role].first() for role in _ROLES_OF[side])
+        firsts = (self._heaps[load, role].first() for role in roles)
         found = [(key, member.sequence, member) for key, member in filter(None, firsts)]
         return min(found)[2].snapshot if found else None
+
+    def columns(self, side: Side) -> Columns:
+        """Return the loads of all who do that, valid until the fleet changes."""
+        self._refresh()
+        slots = self.slots(side)
+        # Nobody is left out: no copy.
+        table = self._table[:, : len(slots)] if len(slots) == len(self._by_slot) else self._table[:, slots]
+        return Columns(slots, *table)
 
     def _refresh(self) -> None:
         if not self._marked:
             return
         for replica_id in self._marked:
             member = self._members[replica_id]
-            member.snapshot = member.look()
+            before, member.snapshot = member.snapshot, member.look()
+            self._num_requests[member.profile.role] += member.snapshot.num_requests - before.num_requests
             self._take(member)
         self._marked.clear()
 
     def _take(self, member: _Member) -> None:
-        snapshot = member.snapshot
-        self._columns[:, member.slot] = (
+        snapshot, speed = member.snapshot, member.profile.speed
+        waiting, running, context = self._parts(snapshot)
+        self._table[:, member.slot] = (
             snapshot.num_requests,
             snapshot.num_pending_tokens,
             snapshot.num_context_tokens,
             snapshot.num_running,
+            speed.queue_s(snapshot.num_pending_tokens, waiting, running, context),
+            speed.step_s,
+            speed.token_s,
+            speed.attention_s,
+            speed.decode_s,
+            speed.context_s,
+            np.inf if member.profile.max_kv_tokens is None else member.profile.max_kv_tokens,
+            member.last_dispatch,
         )
         for load in self._loads:
-            self._heaps[load, member.role].put(member, _key(load, member))
+            self._heaps[load, member.profile.role].put(member, _key(load, member))
+
+    @staticmethod
+    def _parts(snapshot: ReplicaSnapshot) -> tuple[int, int, int]:
+        """Return requests that wait, requests that run, and the context tokens of the latter, roughly."""
+        running = min(snapshot.num_running, snapshot.num_requests)
+        context = max(0, snapshot.num_context_tokens - snapshot.num_pending_tokens)
+        return snapshot.num_requests - running, running, context
 
     def _keep_heaps(self, load: Load) -> None:
         self._loads[load] = None
         for role in ROLES:
             self._heaps[load, role] = LazyHeap()
-        for member in self._by_slot:
-            self._heaps[load, member.role].put(member, _key(load, member))
+        for member in self._members.values():
+            self._heaps[load, member.profile.role].put(member, _key(load, member))

@@ -110,6 +110,8 @@ class Request:
         priority: lower runs first (vLLM's convention).
         cache_salt: root of the prefix cache; requests under different salts never share blocks.
         cache_hint: what to do with its KV when it ends; None to leave that to the eviction policy.
+        session: what it belongs to, such as a conversation: requests of one session of a tenant are likely to share a
+            beginning; "" for none.
         slo: its targets.
         slo_class: name of the class that they come from, for metrics; "" for none.
         value: weight in goodput, relative to other requests.
@@ -129,6 +131,7 @@ class Request:
     cache_salt: str = ""
     cache_hint: CacheHint | None = None
     tenant: str = ""
+    session: str = ""
     slo: Slo = NO_SLO
     slo_class: str = ""
     value: float = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from expediter.control.fleet import Fleet, ReplicaSnapshot
+from expediter.control.fleet import Fleet, ReplicaProfile, ReplicaSnapshot
 from expediter.control.routing.base import Refusal, RouteQuery, Router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Queued, Rejected
@@ -342,7 +342,10 @@ class Supervisor:
         """Change the state; only who is up is in the fleet."""
         if (state is ReplicaState.UP) != (replica.state is ReplicaState.UP):
             if state is ReplicaState.UP:
-                self._fleet.join(replica.spec.replica_id, replica.snapshot)
+                assert replica.hello is not None
+                limits = replica.hello.limits
+                profile = ReplicaProfile(max_kv_tokens=limits.num_blocks * limits.block_size)
+                self._fleet.join(replica.spec.replica_id, replica.snapshot, profile)
             else:
                 self._fleet.leave(replica.spec.replica_id)
         replica.state = state

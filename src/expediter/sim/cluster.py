@@ -37,7 +37,7 @@ class Cluster:
         self._num_arrived = 0
         self.fleet = Fleet()
         for replica in replicas:
-            self.fleet.join(replica.replica_id, replica.snapshot)
+            self.fleet.join(replica.replica_id, replica.snapshot, replica.profile)
             replica.on_load_change = partial(self.fleet.mark, replica.replica_id)
         self._progress: Callable[[int], None] | None = None
 

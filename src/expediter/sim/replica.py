@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
-from expediter.control.fleet import ReplicaSnapshot
+from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepPlan
@@ -30,9 +31,11 @@ class SimulatedReplica:
     Requests that arrive during a step wait in the inbox until it ends, as with a real replica.
 
     Args:
+        profile: what a router may rely on; the cache is asked here.
         jumps: False to run every step as an event of its own, for comparison.
         probe: looks at the load over time, if anybody wants to.
     Attributes:
+        profile: for the fleet.
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
@@ -47,11 +50,13 @@ class SimulatedReplica:
         loop: EventLoop,
         observer: Observer,
         *,
+        profile: ReplicaProfile = MIXED,
         jumps: bool = True,
         probe: Probe | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.scheduler = scheduler
+        self.profile = replace(profile, cached_tokens=self.num_cached_tokens)
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
@@ -80,6 +85,11 @@ class SimulatedReplica:
             num_context_tokens=self._num_context_tokens,
             num_running=self.scheduler.num_running,
         )
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a prompt the cache holds, in whole blocks."""
+        kv = self.scheduler.kv
+        return kv.match(request.prompt.tobytes(), request.cache_salt).num_blocks * kv.block_size
 
     def receive(self, group: Sequence[Request], now_s: float) -> None:
         """Take a request that arrives at `now_s`, with all its sequences."""

@@ -1,26 +1,130 @@
-"""Routing policies by name."""
+"""Routing policies by name, and their thresholds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
+import numpy as np
+
+from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES
 from expediter.control.routing.base import Router
+from expediter.control.routing.caches import AskedCaches, CacheView, IndexedCaches
+from expediter.control.routing.conductor import EARLY_REJECTIONS, Conductor, EarlyRejection
+from expediter.control.routing.keyed import ConsistentHash, PowerOfTwo, Random, Sessions
+from expediter.control.routing.parts import (
+    BlocksOfWork,
+    BoundedShare,
+    ExploitOrExplore,
+    FullestThatMeets,
+    PredictedTtft,
+    TenantShare,
+    TokensToCompute,
+)
+from expediter.control.routing.scored import Scored, Softmax
 from expediter.control.routing.simple import LeastLoad, RoundRobin
+from expediter.control.routing.splitwise import Splitwise
 from expediter.core.errors import ConfigurationError
 
-ROUTINGS: Final[Mapping[str, Callable[[], Router]]] = {
-    "least_load": LeastLoad,
-    "round_robin": RoundRobin,
+PrefixKnowledge = Literal["dispatched", "exact"]
+"""Where a router learns what caches hold: from what it sent there, or by asking (replicas of a simulation only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """A routing policy and its thresholds; each policy reads those that concern it.
+
+    Args:
+        name: of the policy, one of `ROUTINGS`.
+        seed: of the policies that draw.
+        prefix_knowledge: see `PrefixKnowledge`.
+        index_block_tokens, index_max_bytes: of the prefix index.
+        max_relative_load: most requests of a replica as a multiple of the mean: `cache_aware`, `predicted_ttft`,
+            `session`, `consistent_hash`.
+        max_extra_requests: on top of that, but for `consistent_hash`.
+        tenant_quantum_tokens: how far a tenant's work on one replica may be ahead of the others: `predicted_ttft`.
+        prefill_weight, temperature: of `dynamo`.
+        fetch_ratio: Mooncake's threshold for copying a prefix: the best hit as a multiple of a replica's own.
+        early_rejection, decode_time_s: of `mooncake`.
+        lend_above_tokens, lend_above_kv: when pools lend replicas to each other: `splitwise`.
+    Raises:
+        ConfigurationError: there is no policy of that name (the message lists those that exist), or a number is out of
+            range.
+    """
+
+    name: str = "least_load"
+    seed: int = 0
+    prefix_knowledge: PrefixKnowledge = "dispatched"
+    index_block_tokens: int = DEFAULT_BLOCK_TOKENS
+    index_max_bytes: int = DEFAULT_MAX_BYTES
+    max_relative_load: float = 1.25
+    max_extra_requests: float = 2.0
+    tenant_quantum_tokens: int = 65_536
+    prefill_weight: float = 1.0
+    temperature: float = 0.0
+    fetch_ratio: float = 4.0
+    early_rejection: EarlyRejection = "none"
+    decode_time_s: float = 15.0
+    lend_above_tokens: int = 8192
+    lend_above_kv: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.name not in ROUTINGS:
+            raise ConfigurationError(f"no routing policy {self.name!r}; there are: {', '.join(ROUTINGS)}")
+        for field, names in (("prefix_knowledge", get_args(PrefixKnowledge)), ("early_rejection", EARLY_REJECTIONS)):
+            if getattr(self, field) not in names:
+                raise ConfigurationError(f"no {field} {getattr(self, field)!r}; there are: {', '.join(names)}")
+        for field, least in (("max_relative_load", 1.0), ("fetch_ratio", 1.0), ("max_extra_requests", 0.0)):
+            if not least <= getattr(self, field) < math.inf:
+                raise ConfigurationError(f"{field} must be at least {least:g}, not {getattr(self, field)}")
+        for field in ("tenant_quantum_tokens", "prefill_weight", "decode_time_s", "lend_above_tokens", "lend_above_kv"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ConfigurationError(f"{field} must be above 0, not {getattr(self, field)}")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigurationError(f"temperature must not be negative, not {self.temperature}")
+        self.caches()
+
+    def caches(self) -> CacheView:
+        """Return fresh knowledge of prefixes."""
+        if self.prefix_knowledge == "exact":
+            return AskedCaches()
+        return IndexedCaches(self.index_block_tokens, self.index_max_bytes)
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    def bound(self) -> BoundedShare:
+        return BoundedShare(self.max_relative_load, self.max_extra_requests)
+
+
+ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig], Router]]] = {
+    "round_robin": lambda _: RoundRobin(),
+    "random": lambda config: Random(config.rng()),
+    "least_load": lambda _: LeastLoad(),
+    "power_of_two": lambda config: PowerOfTwo(config.rng()),
+    "session": lambda config: Sessions(config.max_relative_load, config.max_extra_requests),
+    "consistent_hash": lambda config: ConsistentHash(config.max_relative_load),
+    "cache_aware": lambda config: Scored(config.caches(), TokensToCompute(), [config.bound()]),
+    "predicted_ttft": lambda config: Scored(
+        config.caches(), PredictedTtft(), [config.bound(), TenantShare(config.tenant_quantum_tokens)]
+    ),
+    "preble": lambda config: Scored(config.caches(), ExploitOrExplore()),
+    "dynamo": lambda config: Scored(
+        config.caches(), BlocksOfWork(config.prefill_weight), picker=Softmax(config.temperature, config.rng())
+    ),
+    "polyserve": lambda config: Scored(config.caches(), FullestThatMeets()),
+    "splitwise": lambda config: Splitwise(config.lend_above_tokens, config.lend_above_kv),
+    "mooncake": lambda config: Conductor(
+        config.caches(),
+        theta=config.fetch_ratio,
+        early_rejection=config.early_rejection,
+        decode_time_s=config.decode_time_s,
+    ),
 }
 
 
-def make_router(name: str) -> Router:
-    """Return a fresh router by name.
-
-    Raises:
-        ConfigurationError: there is none of that name; the message lists those that exist.
-    """
-    if name not in ROUTINGS:
-        raise ConfigurationError(f"no routing policy {name!r}; there are: {', '.join(ROUTINGS)}")
-    return ROUTINGS[name]()
+def make_router(config: RoutingConfig) -> Router:
+    """Return a fresh router."""
+    return ROUTINGS[config.name](config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from expediter.control.fleet import Fleet, Side, pending_tokens, requests
+from expediter.control.fleet import Fleet, pending_tokens, requests
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, RouteQuery
 
 
@@ -31,10 +31,9 @@ class RoundRobin(HandsOffToLeastLoaded):
         self._ids: list[int] = []
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:  # noqa: ARG002 - this policy looks at no request
-        side: Side = "prefill"
         if fleet.generation != self._generation:
             self._generation = fleet.generation
-            self._ids = sorted(replica_id for replica_id in fleet if fleet.can(replica_id, side))
+            self._ids = sorted(fleet.ids("prefill"))
         if not self._ids:
             return NO_REPLICA
         place = bisect_right(self._ids, self._last)

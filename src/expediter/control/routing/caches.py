@@ -1,0 +1,89 @@
+"""What is known of the replicas' prefix caches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from expediter.control.fleet import Fleet
+from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES, PrefixIndex, cached_tokens
+from expediter.control.routing.base import RouteQuery
+
+
+class CacheView(Protocol):
+    """Says how much of a prompt each replica holds."""
+
+    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
+        """Return leading tokens of the prompt that need no computing, int64, shape [fleet.num_slots].
+
+        At least one token is always left to compute.
+        """
+        ...
+
+    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
+        """Hear that a replica gets the request; it will hold its prompt."""
+        ...
+
+
+class IndexedCaches:
+    """What was sent where, in one `PrefixIndex`: for any engine, and a prompt is known before it is computed.
+
+    Args:
+        block_tokens, max_bytes: of the index.
+    """
+
+    def __init__(self, block_tokens: int = DEFAULT_BLOCK_TOKENS, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self.index = PrefixIndex(block_tokens=block_tokens, max_bytes=max_bytes)
+        self._generation = 0
+        self._stays: dict[int, int] = {}
+        self._asked: tuple[str, list[int]] = ("", [])
+
+    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
+        self._follow(fleet)
+        keys = self._keys(query)
+        return np.minimum(cached_tokens(self.index.match(keys), fleet.num_slots), query.num_prompt_tokens - 1)
+
+    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
+        self._follow(fleet)
+        self.index.record(fleet.slot_of(replica_id), self._keys(query))
+
+    def _keys(self, query: RouteQuery) -> list[int]:
+        request = query.request
+        if self._asked[0] != request.request_id:
+            self._asked = request.request_id, self.index.keys(request.prompt, request.cache_salt)
+        return self._asked[1]
+
+    def _follow(self, fleet: Fleet) -> None:
+        """Forget who has left; a replica that comes back starts with nothing."""
+        if fleet.generation == self._generation:
+            return
+        self._generation = fleet.generation
+        for slot in range(fleet.num_slots):
+            stay = fleet.stay_at(slot)
+            if stay == self._stays.get(slot, 0):
+                continue
+            self._stays[slot] = stay
+            self.index.remove(slot)
+            max_tokens = fleet.profile(fleet.id_at(slot)).max_kv_tokens if stay else None
+            if max_tokens is not None:
+                self.index.limit(slot, max_tokens)
+
+
+class AskedCaches:
+    """What each replica's cache holds at this moment, by asking every one of them; for replicas in the same process.
+
+    A prompt that is on its way counts for nothing until it is computed. A replica that cannot be asked holds nothing.
+    """
+
+    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
+        tokens = np.zeros(fleet.num_slots, np.int64)
+        for replica_id in fleet.ids("prefill"):
+            ask = fleet.profile(replica_id).cached_tokens
+            if ask is not None:
+                tokens[fleet.slot_of(replica_id)] = ask(query.request)
+        return np.minimum(tokens, query.num_prompt_tokens - 1)
+
+    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
+        """Nothing to note: the replica knows."""

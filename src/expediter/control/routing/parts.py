@@ -1,0 +1,238 @@
+"""Filters and scorers."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from expediter.control.fleet import Floats
+from expediter.control.routing.scored import Mask, View
+
+_MAX_TENANTS: Final = 4096
+
+
+class _Forgetful:
+    """A part that needs not hear who got what."""
+
+    def placed(self, view: View, place: int) -> None:
+        """Nothing to remember."""
+
+
+class BoundedShare(_Forgetful):
+    """Nobody has more than its share of the requests: `relative` times the mean and `slack` on top.
+
+    It bounds what a popular prefix can do to its holder. Only the request at hand goes elsewhere, to the best of the
+    others, and takes the prefix along: so the prefix is held by as many as its traffic needs, and what others hold is
+    still used.
+    """
+
+    because = "has more than its share of the requests"
+
+    def __init__(self, relative: float = 1.25, slack: float = 2.0) -> None:
+        self._relative = relative
+        self._slack = slack
+
+    def keep(self, view: View) -> Mask:
+        requests, more = view.columns.requests, view.query.num_sequences
+        most = self._relative * (requests.sum() + more) / len(requests) + self._slack
+        keep: Mask = requests + more <= max(most, requests.min() + more)
+        return keep
+
+
+class TenantShare:
+    """No tenant fills one replica with its own work while others have hardly any of it.
+
+    Per tenant and replica, the prompt tokens that had to be computed are counted. Where a tenant is more than a quantum
+    ahead of the replica where it has had least, others are taken, unless all are. It keeps locality inside the quantum:
+    a tenant's prefix stays where it is until it has cost that much.
+
+    Args:
+        quantum_tokens: how far ahead a tenant may be on one replica.
+    Source: D2LPM (Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025): a deficit per client and worker.
+    """
+
+    because = "has had more of this tenant's work than others"
+
+    def __init__(self, quantum_tokens: int = 65_536) -> None:
+        self._quantum = float(quantum_tokens)
+        # Per tenant: tokens by stay and slot, beyond a level that all other replicas are at.
+        self._served: OrderedDict[str, dict[tuple[int, int], float]] = OrderedDict()
+
+    def keep(self, view: View) -> Mask:
+        keep = np.ones(len(view.new), np.bool_)
+        slots = view.columns.slots
+        for (stay, slot), tokens in self._served.get(view.query.request.tenant, {}).items():
+            if tokens > self._quantum and view.fleet.stay_at(slot) == stay:
+                keep[slots.searchsorted(slot)] = False
+        return keep
+
+    def placed(self, view: View, place: int) -> None:
+        tenant = view.query.request.tenant
+        if not tenant:
+            return  # requests of nobody in particular
+        served = self._served.setdefault(tenant, {})
+        self._served.move_to_end(tenant)
+        if len(self._served) > _MAX_TENANTS:
+            self._served.popitem(last=False)
+        slot = int(view.columns.slots[place])
+        key = view.fleet.stay_at(slot), slot
+        served[key] = served.get(key, 0.0) + float(view.new[place])
+        if len(served) >= len(view.new):
+            here = {each: tokens for each, tokens in served.items() if view.fleet.stay_at(each[1]) == each[0]}
+            least = min(here.values()) if len(here) == len(view.new) else 0.0
+            self._served[tenant] = {each: tokens - least for each, tokens in here.items() if tokens > least}
+
+
+class TokensToCompute(_Forgetful):
+    """Prompt tokens that are computed before this request's first token, its own without a hit included.
+
+    A hit counts for as many tokens as it saves and no more, and a miss goes where least has to be computed first,
+    never to whoever holds least.
+
+    Args:
+        request_tokens: what a request that is there counts for beside its prompt: it decodes.
+    """
+
+    def __init__(self, request_tokens: float = 32.0) -> None:
+        self._request_tokens = request_tokens
+
+    def costs(self, view: View) -> Floats:
+        return view.columns.pending + view.new + self._request_tokens * view.columns.requests
+
+    def because(self, view: View, place: int) -> str:
+        if view.cached[place]:
+            return f"it holds {view.cached[place]:.0f} of the prompt's tokens"
+        return "nobody holds enough of the prompt to make up for its load, and it has the least to compute"
+
+
+class PredictedTtft(_Forgetful):
+    """Time to the first token: what is queued there, then what is not cached of the prompt, by the replica's speed.
+
+    Both depend on the step-time model: attention to a long cached prefix takes time too, and decodes slow prompts down.
+    """
+
+    def costs(self, view: View) -> Floats:
+        return view.columns.queue_s + view.columns.prefill_s(view.new, view.cached)
+
+    def because(self, view: View, place: int) -> str:
+        queue_s = view.columns.queue_s[place]
+        own_s = view.columns.prefill_s(view.new, view.cached)[place]
+        hit = f", {view.cached[place]:.0f} tokens of it cached" if view.cached[place] else ""
+        return f"its first token is expected after {queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
+
+
+class BlocksOfWork(_Forgetful):
+    """Blocks to prefill, weighted, plus blocks that decode.
+
+    Args:
+        prefill_weight: of a block to prefill against one of decode context.
+        block_tokens: tokens per block; scales costs only.
+    Source: NVIDIA Dynamo's KV router.
+    """
+
+    def __init__(self, prefill_weight: float = 1.0, block_tokens: int = 64) -> None:
+        self._prefill_weight = prefill_weight
+        self._block_tokens = block_tokens
+
+    def costs(self, view: View) -> Floats:
+        columns = view.columns
+        prefill = columns.pending + view.new
+        return (self._prefill_weight * prefill + columns.context + view.query.num_prompt_tokens) / self._block_tokens
+
+    def because(self, view: View, place: int) -> str:
+        blocks = (view.columns.pending[place] + view.new[place]) / self._block_tokens
+        return f"{blocks:.0f} blocks to prefill there, and few that decode"
+
+
+class ExploitOrExplore:
+    """Preble's E2: most of the prompt cached somewhere, then there; else where it costs least in the long run.
+
+    Exploit: among those who hold most of it, the least loaded; but not on a replica loaded `imbalance` times as much as
+    the least. Explore: load of the last minutes, plus what others lose when the prompt pushes their blocks out of a
+    full cache, plus its own prefill. Loads fade instead of being dropped at the end of a window.
+
+    Args:
+        window_s: time constant of the load.
+        imbalance: most load that a holder may have, as a multiple of the least.
+    Source: Preble (Srivatsa et al., ICLR 2025), section 3.2.
+    """
+
+    def __init__(self, window_s: float = 180.0, imbalance: float = 1.5) -> None:
+        self._window_s = window_s
+        self._imbalance = imbalance
+        self._load_s: Floats = np.zeros(0)
+        self._stays: list[int] = []
+        self._generation = 0
+        self._at_s = 0.0
+        self._exploits = False
+
+    def costs(self, view: View) -> Floats:
+        self._follow(view)
+        columns = view.columns
+        loads = self._load_s[columns.slots]
+        own = columns.prefill_s(view.new, view.cached)
+        most = view.cached.max()
+        self._exploits = bool(most > view.query.num_prompt_tokens - most)
+        if self._exploits:
+            bound = self._imbalance * (loads.min() + own.min())
+            costs: Floats = np.where((view.cached == most) & (loads <= bound), loads, np.inf)
+            if np.isfinite(costs).any():
+                return costs
+            self._exploits = False
+        # What a full cache drops for this prompt is computed again, if every block of it comes back once.
+        lost = np.clip(columns.context + view.new - columns.max_kv, 0.0, view.new) * columns.token_s
+        return loads + lost + own
+
+    def because(self, view: View, place: int) -> str:
+        if self._exploits:
+            return f"it holds {view.cached[place]:.0f} of the prompt's tokens, more than half"
+        return "recent load, what its cache would lose and the prompt itself cost least there"
+
+    def placed(self, view: View, place: int) -> None:
+        own = view.columns.prefill_s(view.new, view.cached)[place]
+        self._load_s[view.columns.slots[place]] += own
+
+    def _follow(self, view: View) -> None:
+        """Let the loads fade, and begin anew for who has come."""
+        now_s, fleet = view.query.now_s, view.fleet
+        self._load_s *= math.exp(min(0.0, self._at_s - now_s) / self._window_s)
+        self._at_s = now_s
+        if fleet.generation != self._generation:
+            self._generation = fleet.generation
+            stays = [fleet.stay_at(slot) for slot in range(fleet.num_slots)]
+            kept = np.zeros(fleet.num_slots)
+            for slot, (before, now) in enumerate(zip(self._stays, stays, strict=False)):
+                kept[slot] = self._load_s[slot] if before == now else 0.0
+            self._load_s = kept
+            self._stays = stays
+
+
+class FullestThatMeets(_Forgetful):
+    """The most loaded replica that still meets the request's targets, so that the rest can be taken away.
+
+    Met: the first token is expected within `margin` of its target, and so is a decode step with one more in it. If
+    nobody meets them, who comes closest gets it.
+
+    Source: PolyServe (2025).
+    """
+
+    def __init__(self, margin: float = 0.8) -> None:
+        self._margin = margin
+
+    def costs(self, view: View) -> Floats:
+        columns, slo = view.columns, view.query.slo
+        ttft_s = columns.queue_s + columns.prefill_s(view.new, view.cached)
+        step_s = columns.decode_step_s(view.query.num_sequences, view.query.num_prompt_tokens)
+        lateness = np.zeros(len(ttft_s))
+        if slo.ttft_s is not None:
+            lateness = np.maximum(lateness, ttft_s / (self._margin * slo.ttft_s))
+        if slo.tpot_s is not None:
+            lateness = np.maximum(lateness, step_s / (self._margin * slo.tpot_s))
+        return np.where(lateness <= 1, -1 - columns.context - columns.pending, lateness)
+
+    def because(self, view: View, place: int) -> str:
+        tokens = view.columns.context[place]
+        return f"with {tokens:.0f} prompt tokens in flight it is the fullest of those that still meet the targets"
