@@ -1,11 +1,12 @@
-"""DistServe's own step times: the coefficients that its simulator uses, fitted by its authors on an A100 of 80 GB.
+"""DistServe's own step times: the coefficients of its simulator, fitted by its authors on an A100 of 80 GB.
 
-    prefill = a + b * sum L + c * sum L^2           for prompts of L tokens
-    decode  = a + b * sum C + c * B                 for B requests of C context tokens; other a, b, c from 95 requests on
+    prefill = a + b * sum L + c * sum L^2 + 1       for prompts of L tokens
+    decode  = a + b * sum C + c * B                 for B requests of C context tokens; others from 95 requests on
 
-Both in ms, for one step of the whole batch. The authors' engine never mixes the two. A step that does, as chunked prefill
-makes it, takes here what its prompts take, and what its decodes take beside that without a second fixed part: weights are
-read once. That rule is ours. A chunk behind a prefix of P tokens counts L * (L + 2P) in place of L^2.
+All in ms, for one step of the whole batch; the 1 is what its simulator adds. The authors' engine never mixes the two. A
+step that does, as chunked prefill makes it, takes here what its prompts take, and what its decodes take beside that
+without a second fixed part: weights are read once. That rule is ours. A chunk behind a prefix of P tokens counts
+L * (L + 2P) in place of L^2.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from expediter.core.plan import StepFeatures
 
 _FILE: Final = "distserve.json"
 _MS: Final = 1e-3
+_PREFILL_OVERHEAD_S: Final = 1e-3
 Coefficients = tuple[float, float, float]
 
 
@@ -65,7 +67,8 @@ class DistServeModel:
             raise ConfigurationError(
                 f"no step times of {engine} {model} x {tensor_parallel}; there are: {', '.join(there)}"
             ) from None
-        self._prefill = _seconds(found.prefill)
+        fixed_s, token_s, square_s = _seconds(found.prefill)
+        self._prefill = (fixed_s + _PREFILL_OVERHEAD_S, token_s, square_s)
         self._small, self._large = _seconds(found.decoding_smallbs), _seconds(found.decoding_largebs)
         self._threshold = found.decoding_large_small_bs_threshold
 

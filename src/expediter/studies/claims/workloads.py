@@ -62,7 +62,8 @@ SHAREGPT4 = LengthsByQuantiles(
     output_log_sigma=0.5446,
     max_tokens=8192,
 )
-"""openchat_sharegpt4: input median 1730 and P90 5696, output median 415 and P90 834. Source: Sarathi-Serve, Table 2."""
+"""openchat_sharegpt4: input median 1730 and P90 5696, output median 415 and P90 834. Source: Sarathi-Serve, "
+"Table 2."""
 
 ARXIV = LengthsByQuantiles(
     input_log_mean=8.9523,
@@ -71,7 +72,8 @@ ARXIV = LengthsByQuantiles(
     output_log_sigma=0.4515,
     max_tokens=16384,
 )
-"""arxiv_summarization: input median 7059 and P90 12985, output median 208 and P90 371. Source: Sarathi-Serve, Table 2."""
+"""arxiv_summarization: input median 7059 and P90 12985, output median 208 and P90 371. Source: Sarathi-Serve, "
+"Table 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,15 @@ DISTSERVE_SHAREGPT = SampledLengths("distserve_sharegpt.csv")
 """438 requests of DistServe's ShareGPT sample: input 762 and output 176 tokens on average.
 
 The paper gives 755.5 and 200.3 for the whole data set. Source: LLMServe/DistServe (Apache-2.0, Copyright 2024 DistServe
-Authors), simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-c21d11-1050-10.5.exp, the
-first 438 requests, lengths alone.
+Authors), simdistserve/benchmarks/alignment/data-ground-truth/opt-13b-sharegpt-workload/distserve-c21d11-1050-10.5.exp,
+the first 438 requests, lengths alone.
 """
 
 
 AZURE_CODE = SampledLengths("azure_code.csv")
 AZURE_CONVERSATION = SampledLengths("azure_conv.csv")
-"""Lengths of Azure's code and conversation traces of 2023: requests sorted by input, then output; every 8th and every 19th.
+"""Lengths of Azure's code and conversation traces of 2023: requests sorted by input, then output; every 8th and every
+19th.
 
 Input and output tokens are on average 2046 and 25 (all requests: 2048 and 28), and 1153 and 213 (all: 1155 and 211).
 Source: Azure/AzurePublicDataset (CC-BY-4.0, Microsoft), of Splitwise (ISCA 2024).
