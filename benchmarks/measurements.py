@@ -18,7 +18,6 @@ from typing import Final
 
 from expediter.core.plan import StepFeatures
 from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
-from expediter.perfmodel.dimensions import ModelShape
 from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.shapes import shape_named
 
@@ -101,31 +100,49 @@ def _labelled(
         shape=shape_named(_SPLITWISE_MODELS[model]),
         gpu=gpu_named(gpu),
         tensor_parallel=n,
+        expert_parallel=1,
         parts=((1.0, step),),
         time_s=ms / 1e3,
     )
     return Labelled(kind=kind, model=model, tensor_parallel=n, prompt=prompt, batch=batch, measurement=measurement)
 
 
-_SERVED: Final = {
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-    "Qwen/Qwen3-32B": "qwen3-32b",
-}
-_INTERFERENCE: Final = {"vllm": 1.0, "trtllm": 1.0, "sglang": 0.6}
-"""Share of the other requests' prefills that fall into a request's decoding: all of them in a steady state.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Rows of one engine and model in AIConfigurator's table of served requests on H100.
 
-SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the prefills held them;
-the figure is fitted, and the load generator's order of arrival, which would tell, is not published.
-"""
-_SERVED_IN_FP8: Final = {
-    "vllm": {"meta-llama/Llama-3.1-70B": "llama-3.1-70b-fp8"},
-    "trtllm": {"Qwen/Qwen3-32B": "qwen3-32b-fp8"},
-}
-"""Another model than that of `_SERVED`, by engine.
+    Args:
+        version: how the engine's version begins.
+        model: end of the model's path there.
+        shape: of ours, by name.
+        mode: of the table's matrix products; empty where nothing is quantized.
+        interference: share of the other requests' prefills that fall into a request's decoding: all of them in a steady
+            state. SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the
+            prefills held them; the figure is fitted, and the load generator's order of arrival, which would tell, is
+            not published.
+    """
 
-vLLM's three rows of Qwen3-32B are left out: their tokens come faster than weights and bfloat16 KV of that load can be
-read at peak bandwidth.
-"""
+    backend: str
+    model: str
+    shape: str
+    version: str = ""
+    mode: str = ""
+    interference: float = 1.0
+
+
+_VLLM: Final = Served(backend="vllm", version="0.12", model="Qwen3-32B", shape="qwen3-32b")
+_TRTLLM: Final = Served(backend="trtllm", model="Llama-3.1-8B-Instruct", shape="llama-3.1-8b")
+_SGLANG: Final = Served(backend="sglang", model="Qwen3-32B", shape="qwen3-32b", interference=0.6)
+_VLLM_70B: Final = Served(backend="vllm", model="Llama-3.1-70B", shape="llama-3.1-70b-fp8", mode="fp8")
+"""vLLM's three rows of Qwen3-32B in fp8 are left out: their tokens come faster than weights and bfloat16 KV of that
+load can be read at peak bandwidth."""
+_TRTLLM_32B: Final = Served(backend="trtllm", model="Qwen3-32B", shape="qwen3-32b-fp8", mode="fp8")
+_TRTLLM_MOE: Final = Served(
+    backend="trtllm", version="1.0", model="Qwen3-235B-A22B-FP8", shape="qwen3-235b-a22b-fp8", mode="fp8_block"
+)
+_MINIMAX: Final = Served(backend="vllm", version="0.18", model="MiniMax-M2.5", shape="minimax-m2", mode="fp8")
+_GPT_OSS: Final = Served(backend="vllm", version="0.18", model="gpt-oss-120b", shape="gpt-oss-120b", mode="nvfp4")
+"""The table says nvfp4; H100 has no such units, and the model's experts are published in MXFP4."""
 _BUDGET: Final = 8192
 """Tokens of a step that the engines' defaults allow on H100; longer prompts come in chunks."""
 _QUEUED: Final = 2.0
@@ -135,23 +152,24 @@ _HARDLY_QUEUED: Final = 4
 """Most requests at a time whose first tokens are not ruled by queueing."""
 
 
-def served(backend: str, *, in_fp8: bool = False) -> list[Labelled]:
+def served(*sources: Served) -> list[Labelled]:
     """Return time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
 
-    Kept: one engine for prefill and decode, no data-parallel attention; no quantization (no `gemm_quant_mode`), or with
-    `in_fp8` only fp8, of another model.
-    Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says).
+    Kept: one engine for prefill and decode, no data-parallel attention.
+    Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says), and rows
+    that repeat another.
 
     While a request's `osl` tokens come, each of the other requests is prefilled once, so that
     osl * TPOT = osl * decode + (concurrency - 1) * (mixed step - decode).
     """
     labelled = []
-    for row, shape in _served_rows(backend, in_fp8=in_fp8):
-        prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
-        if float(row["silicon_ttft_ms"]) / 1e3 <= _QUEUED * (1 + prompt / 1024):
-            kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
-            parts = _served_steps(prompt, output, batch, _INTERFERENCE[backend])
-            labelled.append(_labelled_row(row, shape, kind, parts, float(row["silicon_tpot_ms"])))
+    for source in sources:
+        for row in _served_rows(source):
+            prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
+            if float(row["silicon_ttft_ms"]) / 1e3 <= _QUEUED * (1 + prompt / 1024):
+                kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
+                parts = _served_steps(prompt, output, batch, source.interference)
+                labelled.append(_labelled_row(row, source, kind, parts, float(row["silicon_tpot_ms"])))
     return labelled
 
 
@@ -162,7 +180,7 @@ def first_tokens() -> list[Labelled]:
     on average, and a step with the prompt and the other requests' decodes.
     """
     labelled = []
-    for row, shape in _served_rows("vllm", in_fp8=True):
+    for row in _served_rows(_VLLM_70B):
         prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
         if batch <= _HARDLY_QUEUED:
             context = prompt + output // 2
@@ -174,25 +192,42 @@ def first_tokens() -> list[Labelled]:
                 prefill_attention=prompt**2 / 2,
             )
             parts = ((0.5, decode_step(context, batch - 1)), (1.0, mixed))
-            labelled.append(_labelled_row(row, shape, "prefill", parts, float(row["silicon_ttft_ms"])))
+            labelled.append(_labelled_row(row, _VLLM_70B, "prefill", parts, float(row["silicon_ttft_ms"])))
     return labelled
 
 
-def _served_rows(backend: str, *, in_fp8: bool) -> Iterator[tuple[dict[str, str], ModelShape]]:
-    shapes, mode = (_SERVED_IN_FP8[backend], "fp8") if in_fp8 else (_SERVED, "")
+_LABELS: Final = ("id", "silicon_data_source")
+"""Columns by which rows differ that say the same."""
+
+
+def _served_rows(source: Served) -> Iterator[dict[str, str]]:
+    seen = set()
     with gzip.open(DATA / "silicon_h100.csv.gz", "rt", newline="") as file:
         for row in csv.DictReader(file):
-            if row["backend"] != backend or row["model_path"] not in shapes or row["gemm_quant_mode"] != mode:
+            if row["backend"] != source.backend or not row["backend_version"].startswith(source.version):
                 continue
-            if row["mode"] == "agg" and {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
-                yield row, shape_named(shapes[row["model_path"]])
+            if not row["model_path"].endswith(source.model) or row["gemm_quant_mode"] != source.mode:
+                continue
+            if row["mode"] != "agg" or not {row["pp_size"], row["attention_dp_size"]} <= {"", "1.0"}:
+                continue
+            key = tuple(value for name, value in row.items() if name not in _LABELS)
+            if key not in seen:
+                seen.add(key)
+                yield row
 
 
 def _labelled_row(
-    row: dict[str, str], shape: ModelShape, kind: str, parts: tuple[tuple[float, StepFeatures], ...], ms: float
+    row: dict[str, str], source: Served, kind: str, parts: tuple[tuple[float, StepFeatures], ...], ms: float
 ) -> Labelled:
     prompt, batch, n = (int(float(row[name])) for name in ("isl", "batch_size", "tp_size"))
-    measurement = Measurement(shape=shape, gpu=gpu_named("h100"), tensor_parallel=n, parts=parts, time_s=ms / 1e3)
+    measurement = Measurement(
+        shape=shape_named(source.shape),
+        gpu=gpu_named("h100"),
+        tensor_parallel=n,
+        expert_parallel=max(1, int(float(row["moe_ep_size"] or 1))),
+        parts=parts,
+        time_s=ms / 1e3,
+    )
     return Labelled(
         kind=kind, model=row["model_path"], tensor_parallel=n, prompt=prompt, batch=batch, measurement=measurement
     )
@@ -245,18 +280,22 @@ DATASETS: Final = {
     "eager-a100": Dataset(rows=partial(splitwise, "a100-80g"), free=_EAGER),
     "eager-h100": Dataset(rows=partial(splitwise, "h100"), free=_EAGER),
     "vllm": Dataset(
-        rows=partial(served, "vllm"),
+        rows=partial(served, _VLLM),
         free=_GRAPH,
         other={
-            "qwen3-32b -> llama-3.1-70b in fp8": partial(served, "vllm", in_fp8=True),
+            "qwen3-32b -> llama-3.1-70b in fp8": partial(served, _VLLM_70B),
             "the same -> first tokens": first_tokens,
         },
     ),
+    "vllm-0.18": Dataset(rows=partial(served, _MINIMAX, _GPT_OSS), free=_GRAPH),
     "trtllm": Dataset(
-        rows=partial(served, "trtllm"),
+        rows=partial(served, _TRTLLM),
         free=_GRAPH,
-        other={"llama-3.1-8b -> qwen3-32b in fp8": partial(served, "trtllm", in_fp8=True)},
+        other={
+            "llama-3.1-8b -> qwen3-32b in fp8": partial(served, _TRTLLM_32B),
+            "llama-3.1-8b -> qwen3-235b-a22b in fp8": partial(served, _TRTLLM_MOE),
+        },
     ),
-    "sglang": Dataset(rows=partial(served, "sglang"), free=_GRAPH),
+    "sglang": Dataset(rows=partial(served, _SGLANG), free=_GRAPH),
 }
 """By engine of `constants.json`."""

@@ -30,6 +30,8 @@ _PEAKS: Final = {"ampere": ("a100", 312e12, 2.039e12, 300e9), "hopper": ("h100",
 _FP8: Final = frozenset({"hopper"})
 _SMALL_KERNEL_S: Final = 3e-6
 """Shortest kernel: AIConfigurator's constant of each GPU's hardware file."""
+_LOAD: Final = "power_law_1.2"
+"""How tokens spread over experts: of the table's three, the nearest to what served models show."""
 _EXPERT_TABLES: Final = {
     "bf16": ("bfloat16", "", 2.0, 989e12),
     "fp8": ("fp8_block", "", 1.0, 1978e12),
@@ -164,15 +166,17 @@ def _fit_experts() -> tuple[float, float, dict[str, ExpertKernels]]:
     for dtype, (name, kernel, size, flops) in _EXPERT_TABLES.items():
         even = _expert_rows(name, kernel, "balanced")
         predict = partial(_predict_experts, even, size, flops, None)
-        found = _fit(f"h100 experts, {dtype}", predict, even[-1], [4e-5, 0.8, 0.6, 30, 1])
+        found = _fit(f"h100 experts, {dtype}", predict, even[-1], [4e-5, 0.8, 0.6, 30, 1, 1, 1e-5])
         kernels[dtype] = ExpertKernels(
             latency_s=found[0],
             bandwidth_share=found[1],
             flops_share=found[2],
             tile_tokens=found[3],
-            move_factor=found[4],
+            row_factor=found[4],
+            token_factor=found[5],
+            group_latency_s=found[6],
         )
-        uneven = _expert_rows(name, kernel, "power_law_1.01")
+        uneven = _expert_rows(name, kernel, _LOAD)
         predictions.append(partial(_predict_experts, uneven, size, flops, found=np.array(found)))
         measured.append(uneven[-1])
     skew, imbalance = _fit(
@@ -205,8 +209,8 @@ def _predict_experts(rows: list[Vector], size: float, flops: float, uneven: Vect
     routed = tokens * top_k / groups
     reading = touched * params * size / (bandwidth * found[1])
     computing = 2 * (routed * fullest + touched * found[3]) * params / (flops * found[2])
-    moving = routed * 4 * hidden * 2 / bandwidth * found[4]
-    return np.asarray(found[0] + _smooth_max(reading, computing) + moving)
+    moving = (4 * routed * found[4] + 2 * tokens * found[5]) * 2 * hidden / bandwidth
+    return np.asarray(found[0] + (groups > 1) * found[6] + _smooth_max(reading, computing) + moving)
 
 
 def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[float]:
@@ -216,17 +220,19 @@ def _fit_products(gpu: str, dtype: str, flops: float, bandwidth: float) -> list[
         (pc.field("dtype") == dtype) & (pc.field("n") >= 1024) & (pc.field("k") >= 1024) & (pc.field("m") <= 8192),
         *("m", "n", "k", "latency_ms"),
     )
-    size, conversion_s = 2, np.zeros(len(m))
+    size, start = 2, [3e-6, 0.7, 0.7]
+    input_s = np.zeros(len(m))
     if dtype == "fp8":
-        # The table's products convert their input, in a kernel of its own that reads 2 bytes per value and writes 1;
-        # engines do that within the norm or activation before.
-        size, conversion_s = 1, _SMALL_KERNEL_S + 3 * m * k / bandwidth
-    return _fit(
-        f"{gpu} products, {dtype}",
-        lambda x: x[0] + conversion_s + _smooth_max(size * n * k / (bandwidth * x[1]), 2 * m * n * k / (flops * x[2])),
-        ms / 1e3,
-        [3e-6, 0.7, 0.7],
-    )
+        # The table's products convert their input, in kernels of their own: 2 bytes per value are read and 1 written,
+        # by a fitted multiple of that. What engines do instead is the model's (`roofline._converted_width`).
+        size, start = 1, [*start, 1.0]
+        input_s = 3 * m * k / bandwidth
+
+    def predict(x: Vector) -> Vector:
+        products = _smooth_max(size * n * k / (bandwidth * x[1]), 2 * m * n * k / (flops * x[2]))
+        return np.asarray(x[0] + products + (_SMALL_KERNEL_S + x[3] * input_s if dtype == "fp8" else 0.0))
+
+    return _fit(f"{gpu} products, {dtype}", predict, ms / 1e3, start)
 
 
 def main() -> None:

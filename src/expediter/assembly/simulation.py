@@ -7,18 +7,21 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
+from expediter.control.handoff import transfer_style
 from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
+from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
 from expediter.core.slo import NO_SLO, Slo, SloClass
@@ -33,14 +36,17 @@ from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
+from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.cluster import Cluster
 from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
+from expediter.sim.journeys import Journeys, TransferConfig
 from expediter.sim.loop import EventLoop
 from expediter.sim.metrics import MetricsCollector
+from expediter.sim.network import Link, Network
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
-from expediter.sim.report import DecisionReport, Report, build_report
+from expediter.sim.report import DecisionReport, PoolReport, Report, build_report
 from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 
@@ -61,6 +67,13 @@ class SimulationConfig:
         pipeline_parallel: stages that share a replica's layers.
         expert_parallel: groups that share the experts (`perfmodel.parallelism.Parallelism`).
         replicas: number of them.
+        pools: what the cluster consists of, in place of `replicas` that are all alike and do everything; what a pool
+            leaves open is as said here, but for the sizes of its parallel groups.
+        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`).
+        transfer_lease_s, transfer_retries: when a transfer counts as lost, and how often it is begun anew.
+        network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
+        network_latency_s: of that way; None for the GPU's.
+        kv_bytes_per_token: what is sent; None for the model's.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
         routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
@@ -96,6 +109,13 @@ class SimulationConfig:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     replicas: int = 1
+    pools: tuple[PoolConfig, ...] = ()
+    transfer: str = "pull"
+    transfer_lease_s: float = 30.0
+    transfer_retries: int = 1
+    network_bandwidth: float | None = None
+    network_latency_s: float | None = None
+    kv_bytes_per_token: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
     routing: str | RoutingConfig | None = None
@@ -131,6 +151,8 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be negative, not {value}")
+        check_pools(self.pools)
+        transfer_style(self.transfer)
 
     @property
     def parallelism(self) -> Parallelism:
@@ -143,7 +165,6 @@ class Simulation:
 
     Attributes:
         metrics: what became of the requests that have ended; calls who wants their records (`on_end`).
-        schedulers: of the replicas, for who wants to look inside.
         explanations: what held the requests that `run` was asked to explain, by id.
     """
 
@@ -156,9 +177,9 @@ class Simulation:
         observers: Observers,
         description: dict[str, Any],
         timeline: TimelineRecorder | None,
+        journeys: Journeys | None,
     ) -> None:
         self.metrics = metrics
-        self.schedulers = [replica.scheduler for replica in replicas]
         self.explanations: Mapping[str, tuple[Span, ...]] = {}
         self._replicas = replicas
         self._config = config
@@ -166,6 +187,17 @@ class Simulation:
         self._observers = observers
         self._description = description
         self._timeline = timeline
+        self._journeys = journeys
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """Those of the replicas, for who wants to look inside."""
+        return [replica.scheduler for replica in self._replicas]
+
+    def watch_steps(self, told: Callable[[StepFeatures, Sequence[float]], None]) -> None:
+        """Tell of every replica's steps (`SimulatedReplica.on_steps`)."""
+        for replica in self._replicas:
+            replica.on_steps = told
 
     def run(
         self,
@@ -199,14 +231,25 @@ class Simulation:
         return build_report(
             self.metrics,
             slo=self._config.slo,
-            num_gpus=self._config.parallelism.num_gpus * self._config.replicas,
+            num_gpus=sum(pool.num_gpus for pool in pools_of(self._config)),
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
             decisions=self._decisions(),
             trace=None if trace is None else trace_summary(trace),
             configuration=self._description,
             timeline=self._timeline,
+            pools=self._pools(),
+            transfers=None if self._journeys is None else self._journeys.totals,
         )
+
+    def _pools(self) -> list[PoolReport]:
+        simulated_s = self.metrics.last_event_s - (self.metrics.first_event_s or 0.0)
+        reports, first = [], 0
+        for pool in pools_of(self._config):
+            replicas = self._replicas[first : first + pool.replicas]
+            first += pool.replicas
+            reports.append(PoolReport.of(replicas, pool.num_gpus, simulated_s, self.metrics.last_event_s))
+        return reports
 
     def _decisions(self) -> DecisionReport:
         models = [scheduler.knowledge.step_time for scheduler in self.schedulers]
@@ -267,17 +310,19 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         ConfigurationError: a name does not exist (the message lists those that do), a limit is wrong, or the model
             does not fit the GPUs.
     """
-    setup = _resolve(config)
+    pools = pools_of(config)
+    setups = [_resolve(replace(config, **pool.overrides(config), pools=())) for pool in pools]
+    sites = [(pool, setup) for pool, setup in zip(pools, setups, strict=True) for _ in range(pool.replicas)]
     loop = EventLoop()
-    timeline = TimelineRecorder(dict.fromkeys(range(config.replicas), setup.num_blocks)) if config.timeline else None
+    sizes = {replica_id: setup.num_blocks for replica_id, (_, setup) in enumerate(sites)}
+    timeline = TimelineRecorder(sizes) if config.timeline else None
     metrics = MetricsCollector()
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    profile = ReplicaProfile(
-        speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if config.knows_step_time else Speed(),
-        max_kv_tokens=setup.num_blocks * setup.block_size,
-    )
+    journeys = None
+    if any(pool.role != "mixed" for pool in pools):
+        journeys = _journeys(config, [pool for pool, _ in sites], loop, observers)
     replicas = [
         SimulatedReplica(
             replica_id,
@@ -302,17 +347,70 @@ def build_simulation(config: SimulationConfig) -> Simulation:
                 step_time=setup.step_time,
                 num_host_blocks=setup.num_host_blocks,
                 block_swap_s=setup.block_swap_s,
+                number_of=None if journeys is None else journeys.number_of,
             ),
             loop,
-            observers,
-            profile=profile,
+            observers if journeys is None else journeys,
+            profile=_profile(config, pool, setup),
             jumps=config.jumps,
             probe=timeline,
         )
-        for replica_id in range(config.replicas)
+        for replica_id, (pool, setup) in enumerate(sites)
     ]
-    cluster = Cluster(replicas, make_router(setup.routing), loop, observers)
-    return Simulation(config, cluster, replicas, metrics, observers, _description(config, setup), timeline)
+    cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys)
+    description = _description(config, setups[0])
+    return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys)
+
+
+def pools_of(config: SimulationConfig) -> tuple[PoolConfig, ...]:
+    """Return the pools of a simulation; without any, one of replicas that are alike and do everything."""
+    if config.pools:
+        return config.pools
+    return (
+        PoolConfig(
+            replicas=config.replicas,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+            expert_parallel=config.expert_parallel,
+        ),
+    )
+
+
+def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> ReplicaProfile:
+    """Return what a router may rely on of a pool's replicas."""
+    knows = config.knows_step_time
+    return ReplicaProfile(
+        role=pool.role,
+        speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if knows else Speed(),
+        max_kv_tokens=setup.num_blocks * setup.block_size,
+    )
+
+
+def _journeys(config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers) -> Journeys:
+    """Return what drives requests across replicas.
+
+    Args:
+        pools: of each replica.
+    """
+    links: dict[int, Link] = {}
+    num_layers, kv_bytes = 1, config.kv_bytes_per_token
+    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or config.transfer == "layerwise":
+        shape = hardware_of(config)[0]
+        num_layers, kv_bytes = shape.num_layers, shape.kv_bytes_per_token if kv_bytes is None else kv_bytes
+    for replica_id, pool in enumerate(pools):
+        bandwidth, latency_s = config.network_bandwidth, config.network_latency_s
+        if bandwidth is None or latency_s is None:
+            gpu = gpu_named(pool.gpu or config.gpu, config.prices)
+            bandwidth = gpu.network_bandwidth if bandwidth is None else bandwidth
+            latency_s = gpu.network_latency_s if latency_s is None else latency_s
+        links[replica_id] = Link(bandwidth=bandwidth * pool.num_gpus_per_replica, latency_s=latency_s)
+    transfers = TransferConfig(
+        style=transfer_style(config.transfer),
+        kv_bytes_per_token=kv_bytes or 0.0,
+        lease_s=config.transfer_lease_s,
+        max_retries=config.transfer_retries,
+    )
+    return Journeys(loop, Network(links, num_layers), observers, transfers)
 
 
 def _resolve(config: SimulationConfig) -> _Setup:
@@ -327,11 +425,11 @@ def _resolve(config: SimulationConfig) -> _Setup:
         engine = engine_named(config.engine)
         if config.calibration is not None:
             engine = calibrated_engine(config.calibration, engine)
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         split = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
         step_time = RooflineModel(shape, gpu, *split, engine=engine)
     if num_blocks is None:
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         num_blocks = kv_capacity(
             shape,
             gpu,
@@ -342,7 +440,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
         ).num_blocks
     num_host_blocks, block_swap_s = config.num_host_blocks, config.block_swap_s
     if config.swap_space_bytes and (num_host_blocks is None or block_swap_s is None):
-        shape, gpu = _hardware(config)
+        shape, gpu = hardware_of(config)
         tier = host_tier_size(
             shape,
             gpu,
@@ -370,7 +468,12 @@ def _resolve(config: SimulationConfig) -> _Setup:
     )
 
 
-def _hardware(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
+    """Return the model and the GPU that a configuration names.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
     shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
     return shape, gpu_named(config.gpu, config.prices)
 
@@ -390,6 +493,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "pipeline_parallel": config.pipeline_parallel,
         "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
+        "pools": [_pool_description(pool) for pool in config.pools],
         "routing": setup.routing.name,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
@@ -402,6 +506,10 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "max_num_batched_tokens": setup.limits.max_num_batched_tokens,
         "max_model_len": setup.limits.max_model_len,
     }
+
+
+def _pool_description(pool: PoolConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(pool).items() if name != "step_time" and value is not None}
 
 
 def prepare_trace(

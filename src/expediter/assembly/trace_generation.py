@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 
 from expediter.assembly.traces import load_trace
 from expediter.core.errors import ConfigurationError
-from expediter.sim.trace import TraceError
+from expediter.sim.trace import Trace, TraceError
 from expediter.sim.trace_arrivals import Segments, arrival_times, check_positive, constant, curve, gamma_gaps, on_off
 from expediter.sim.trace_generators import Independent, Shape, lognormal_lengths, sampled_lengths
+from expediter.sim.trace_readers import trace_from_rows
 from expediter.sim.trace_rows import TraceRow
 
 
@@ -88,6 +89,15 @@ def generate(config: GenerationConfig) -> Iterator[TraceRow]:
         check_positive(requests=config.num_requests)
         rows = islice(rows, config.num_requests)
     return rows
+
+
+def generated_trace(config: GenerationConfig, name: str = "generated") -> Trace:
+    """Return generated requests as a trace in memory.
+
+    Raises:
+        ConfigurationError, TraceError: as `generate`, and if no request arrives within the duration.
+    """
+    return replace(trace_from_rows(generate(config), name), seed=config.seed)
 
 
 def _segments(config: GenerationConfig, rng: np.random.Generator) -> Segments:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
+from expediter.cli.cluster_flags import add_cluster_flags, cluster_facts, cluster_fields, hardware_text, pools_table
 from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         help="CSV of measured steps to fit the engine to (docs/perfmodel.md)",
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
+    add_cluster_flags(group)
     group.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")
 
 
@@ -163,6 +165,7 @@ def run(args: argparse.Namespace) -> int:
         engine=args.engine,
         calibration=args.calibration,
         replicas=args.replicas,
+        **cluster_fields(args),
         slo=parse_slo(args.slo),
         slo_classes=load_file_config(args.config).slo_classes,
         routing=args.routing,
@@ -260,7 +263,7 @@ def _print_report(report: Report) -> None:
     console = Console()
     setup = report.configuration
     console.print(
-        f"[bold]{setup['model']}[/] on {setup['replicas']} x {setup['tensor_parallel']} {setup['gpu']}, preset "
+        f"[bold]{setup['model']}[/] on {hardware_text(setup)}, preset "
         f"{setup['preset']}, {setup['policy']['ordering']}, {setup['routing']}, {setup['num_blocks']} blocks of "
         f"{setup['block_size']} tokens each"
     )
@@ -276,6 +279,8 @@ def _print_report(report: Report) -> None:
     for name, groups in (("class", report.classes), ("tenant", report.tenants)):
         if groups:
             console.print(_groups_table(name, groups))
+    if len(report.pools) > 1:
+        console.print(pools_table(report))
     console.print(_facts_table(report))
 
 
@@ -337,6 +342,7 @@ def _facts_table(report: Report) -> Table:
         ("preemptions", _by_name({name: str(n) for name, n in report.decisions.preemptions.items()}) or "0"),
         ("waiting", _by_name({name: f"{s:.4g} s" for name, s in report.decisions.held_s.items()}) or "-"),
         ("token budget", f"{_percent(report.decisions.budget_used_share)} used by steps with prompts"),
+        *cluster_facts(report),
         ("steps", f"{report.num_steps} in {report.simulated_s:.1f} s simulated, {report.wall_s:.2f} s real"),
     ):
         facts.add_row(name, text)

@@ -2,7 +2,8 @@
 
 For each request: one `Queued` or `Rejected`; then any number of `Admitted` and `Preempted` in turn, `FirstToken` once,
 `Tokens` as they come; then exactly one `Finished`, after which nothing follows. A request that asked for it may be
-`Rejected` as long as it has never been admitted: that is its end, then.
+`Rejected` as long as it has never been admitted: that is its end, then. A request that goes on in another scheduler is
+`Queued` there anew, and `FirstToken` is not repeated; a cluster makes one story of it.
 """
 
 from __future__ import annotations
@@ -133,4 +134,65 @@ class Finished:
     num_preemptions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A cluster sent it to a replica later than at its arrival, or to another one."""
+
+    request_id: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The replica that had it is gone; it goes on elsewhere with the tokens that its client has."""
+
+    request_id: str
+    now_s: float
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Left a replica, which keeps its KV until that has been sent.
+
+    Attributes:
+        target_id: who goes on with it.
+        num_tokens: computed so far.
+    """
+
+    request_id: str
+    now_s: float
+    target_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """Its KV has come.
+
+    Attributes:
+        source_id: from which replica.
+        num_bytes: sent; what the target had cached already was not.
+        exposed_s: for how long it waited for the bytes, room on the target and the queue of the network included.
+    """
+
+    request_id: str
+    now_s: float
+    source_id: int
+    num_bytes: int
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLost:
+    """Its KV did not come within the lease."""
+
+    request_id: str
+    now_s: float
+    source_id: int
+
+
 Event = Queued | Rejected | Admitted | Preempted | FirstToken | Tokens | Finished
+"""What a scheduler reports."""
+JourneyEvent = Routed | Interrupted | HandedOff | Transferred | TransferLost
+"""What a cluster adds for a request on its way between replicas."""

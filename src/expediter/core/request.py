@@ -160,6 +160,24 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Carried:
+    """What a request brings along from the replica that had it before.
+
+    Attributes:
+        output: tokens that its client has already.
+        first_scheduled_s, first_token_s: when that was; None if it never came to it.
+        num_cached_tokens: reused at its first admission.
+        num_preemptions: so far.
+    """
+
+    output: tuple[int, ...] = ()
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """What the scheduler knows of a live request. Only the scheduler writes to it.
@@ -178,6 +196,7 @@ class RequestState:
         leader: who computes the prompt for this one too, until the group forks; None for anybody else. A follower
             waits, runs and is preempted with its leader and is in no queue or batch of its own.
         followers: whose leader this one is, in order.
+        is_kept: its KV is kept for a transfer when it ends.
     """
 
     request: Request
@@ -196,6 +215,7 @@ class RequestState:
     pace_s: float = math.inf
     leader: RequestState | None = None
     followers: list[RequestState] = field(default_factory=list)
+    is_kept: bool = False
 
     @property
     def request_id(self) -> str:

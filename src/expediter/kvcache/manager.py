@@ -11,6 +11,7 @@ from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.plan import NO_MOVES, BlockMoves
 from expediter.core.request import CacheHint
 from expediter.kvcache.eviction import EvictionPolicy
+from expediter.kvcache.landing import Landing, Landings
 from expediter.kvcache.pool import BlockIds, BlockPool
 from expediter.kvcache.radix import NO_MATCH, PrefixMatch, RadixTree
 from expediter.kvcache.tiers import HostTier
@@ -38,6 +39,7 @@ class KVCacheManager:
     Attributes:
         tables: logical block -> block id, int32, shape [max_num_seqs, max_blocks]; rows are valid up to `num_owned`.
         num_owned: blocks per slot, int32, shape [max_num_seqs].
+        landings: blocks outside the slots, for KV that comes from elsewhere or goes there.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class KVCacheManager:
         self._swaps_out: list[BlockMoves] = []
         self._swaps_in: list[BlockMoves] = []
         self._arriving: dict[int, _Arrival] = {}
+        self.landings = Landings(self.pool, self.tree, block_size, self.take, prefix_caching=prefix_caching)
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class KVCacheManager:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that running sequences own; shared ones count once."""
+        """Blocks that running sequences and landings own; shared ones count once."""
         return self.pool.num_blocks - self.num_available_blocks
 
     def num_exclusive_blocks(self, slot: int, kept: PrefixMatch, leaving: BlockIds) -> int:
@@ -223,13 +226,9 @@ class KVCacheManager:
         if not self.prefix_caching or full <= shared:
             return
         own = self.tables[slot, :full].copy()
-        blocks = self.tree.insert(tokens, salt, own, shared)
+        blocks = self.tree.commit(tokens, salt, own, shared)
         self._num_shared[slot] = full
         if blocks is not own:
-            changed = blocks != own
-            # Before ours go, or a common owner would be lost in between.
-            self.tree.num_evictable -= self.pool.acquire(blocks[changed])
-            self.pool.push(self.pool.disown(own[changed]))
             self.tables[slot, :full] = blocks
 
     # -- groups -------------------------------------------------------------------------------------------------------
@@ -303,6 +302,47 @@ class KVCacheManager:
         self._num_shared[slot] = 0
         self._arriving.pop(slot, None)
 
+    # -- landings -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, slot: int, landing: Landing, num_tokens: int, spare_blocks: int, now_s: float) -> bool:
+        """Give `slot` the blocks of a landing, which is gone then, and new ones up to `num_tokens` tokens.
+
+        Args:
+            spare_blocks: blocks that must stay available afterwards.
+        Returns:
+            False if there is no room for what it does not hold; then nothing has changed.
+        """
+        missing = max(0, self.blocks_for(num_tokens) - len(landing.blocks))
+        if missing + spare_blocks > self.num_available_blocks:
+            return False
+        self.landings.hand_out(landing)
+        self.tree.advance(now_s)
+        count = len(landing.blocks)
+        self.tables[slot, :count] = landing.blocks
+        if missing:
+            self.tables[slot, count : count + missing] = self.take(missing)
+        self.num_owned[slot] = count + missing
+        self._num_shared[slot] = landing.num_shared
+        return True
+
+    def keep(self, slot: int, tokens: bytes, salt: str, num_computed: int) -> Landing:
+        """Make a landing of what a sequence in `slot` owns, committed already; the slot owns nothing afterwards.
+
+        Blocks behind its computed tokens are free.
+
+        Args:
+            tokens: the sequence's tokens as int32 bytes, at least `num_computed`.
+        """
+        if slot in self._arriving:
+            num_computed = self._arriving.pop(slot).num_matched_tokens
+        owned, count = self._owned(slot), self.blocks_for(num_computed)
+        self.pool.push(self.pool.disown(owned[count:]))
+        kept = owned[:count].copy()
+        shared = int(self._num_shared[slot])
+        self.num_owned[slot] = 0
+        self._num_shared[slot] = 0
+        return self.landings.keep(tokens, salt, num_computed, kept, shared)
+
     def _owned(self, slot: int) -> BlockIds:
         return self.tables[slot, : self.num_owned[slot]]
 
@@ -313,11 +353,14 @@ class KVCacheManager:
         return int(np.count_nonzero(self.pool.refs[self.tables[slot, : self._num_shared[slot]]] > 1))
 
     def num_reusable_tokens(self, owner: int, match: PrefixMatch) -> int:
-        """Return how many leading tokens of a waiting request need no computing: matched, or held by the host.
+        """Return how many leading tokens of a waiting request need no computing: matched, landed, or held by the host.
 
         Args:
             owner: its sequence number.
         """
+        landing = self.landings.find(owner)
+        if landing is not None:
+            return landing.num_tokens
         copy = self.host.find(owner)
         num_matched = match.num_blocks * self.block_size
         # A copy begins behind blocks that others owned; if they are gone, there is a gap, and it is of no use.
@@ -394,6 +437,7 @@ class KVCacheManager:
         owners = np.zeros(self.num_blocks, np.int32)
         for slot in np.flatnonzero(self.num_owned):
             np.add.at(owners, self._owned(int(slot)), 1)
+        self.landings.count_owners(owners)
         if (owners != self.pool.refs).any():
             raise InvariantError(f"owners of blocks {np.flatnonzero(owners != self.pool.refs).tolist()} are miscounted")
         state = (owners > 0).astype(np.int32)

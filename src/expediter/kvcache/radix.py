@@ -134,6 +134,19 @@ class RadixTree:
         self._touch(node)
         return canonical
 
+    def commit(self, tokens: bytes, salt: str, own: BlockIds, num_inserted: int) -> BlockIds:
+        """Add an owner's blocks as `insert` does, and move its ownership over to those that the tree holds.
+
+        Where they differ from its own, it owns the tree's from now on, and its own are free.
+        """
+        blocks = self.insert(tokens, salt, own, num_inserted)
+        if blocks is not own:
+            changed = blocks != own
+            # Before ours go, or a common owner would be lost in between.
+            self.num_evictable -= self._pool.acquire(blocks[changed])
+            self._pool.push(self._pool.disown(own[changed]))
+        return blocks
+
     def advance(self, now_s: float) -> None:
         """Set the clock; pins whose time is over are none any more."""
         if now_s > self._now_s:

@@ -38,6 +38,7 @@ class Measurement:
     shape: ModelShape
     gpu: Gpu
     tensor_parallel: int
+    expert_parallel: int = 1
     parts: tuple[tuple[float, StepFeatures], ...]
     time_s: float
 
@@ -54,12 +55,12 @@ def decode_step(context_tokens: int, batch_size: int) -> StepFeatures:
 
 def predicted_s(measurements: Sequence[Measurement], engine: Engine) -> Vector:
     """Return what the model says of each measurement in seconds, float64, shape [measurements]."""
-    models: dict[tuple[str, str, int], RooflineModel] = {}
+    models: dict[tuple[ModelShape, str, int, int], RooflineModel] = {}
     times = np.empty(len(measurements))
     for i, row in enumerate(measurements):
-        key = (row.shape.name, row.gpu.name, row.tensor_parallel)
+        key = (row.shape, row.gpu.name, row.tensor_parallel, row.expert_parallel)
         if key not in models:
-            models[key] = RooflineModel(row.shape, row.gpu, row.tensor_parallel, engine=engine)
+            models[key] = RooflineModel(row.shape, row.gpu, row.tensor_parallel, 1, row.expert_parallel, engine=engine)
         times[i] = sum(weight * models[key].step_time_s(step) for weight, step in row.parts)
     return times
 

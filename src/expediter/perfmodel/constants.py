@@ -23,14 +23,18 @@ class ExpertKernels:
         bandwidth_share: of peak memory bandwidth while weights are read.
         flops_share: of peak FLOP/s.
         tile_tokens: rows by which an expert's tokens are rounded up on average.
-        move_factor: on the time to write and read each row and its result once.
+        row_factor: on the time to write and read each expert's row and its result once.
+        token_factor: on the time to read every token and to write its result, once on every GPU.
+        group_latency_s: further latency where a GPU has only some of the experts.
     """
 
     latency_s: float
     bandwidth_share: float
     flops_share: float
     tile_tokens: float
-    move_factor: float
+    row_factor: float
+    token_factor: float
+    group_latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +92,14 @@ class Engine:
     Args:
         step_s: host time of a step that overlaps nothing.
         prefill_step_s: the same, in steps with a prompt chunk only.
-        seq_s: per entry of the batch (sampling, tables, output).
+        seq_s: per entry of the batch (sampling, tables, output); launches overlap it.
         decode_launch_s: host time to launch a decode without a CUDA graph; it overlaps the GPU's time.
         prefill_launch_s: host time to launch a step with a prompt chunk; it overlaps the GPU's time.
         compute_factor: on the time of compute-bound products and prefill attention.
         memory_factor: on the time to read weights and KV.
         all_reduce_factor: on the time that data of all-reduces take.
         bulk_all_reduce_factor: further cost of all-reduces at or above `bulk_bytes`, as a multiple of the time that the
-            message takes over one link, per GPU of the group.
+            part of the message from beyond a pair of GPUs takes over the link to the host.
         bulk_bytes: message size from which that holds.
     """
 

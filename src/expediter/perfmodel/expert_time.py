@@ -1,7 +1,7 @@
 """Time of a mixture's routed experts in a step.
 
     experts = layers * (latency + |T * weights of one / (bandwidth * share), 2 * params of one * R / (FLOP/s * share)|
-                        + rows moved / bandwidth + exchange)
+                        + (rows and tokens moved) / bandwidth + exchange)
     T       = experts that N tokens touch on one GPU: E / g * (1 - (1 - k / E)^(skew * N))
     R       = N * k / g * imbalance(g) + T * tile: rows that the fullest group computes, whole tiles
 
@@ -44,7 +44,7 @@ class ExpertTime:
         self._log_miss = kernels.expert_skew * log(miss) if miss else -1e9
         self._rows_per_token = experts.top_k / groups * groups**kernels.expert_imbalance
         self._tile = of_dtype.tile_tokens
-        self._latency_s = layers * of_dtype.latency_s
+        self._latency_s = layers * (of_dtype.latency_s + (of_dtype.group_latency_s if groups > 1 else 0.0))
         self._expert_s = (
             layers
             * params
@@ -53,9 +53,9 @@ class ExpertTime:
             / (gpu.memory_bandwidth * of_dtype.bandwidth_share)
         )
         self._row_s = layers * 2 * params * engine.compute_factor / (flops * of_dtype.flops_share)
-        # A row is written for its expert and read, and so is its result.
-        moved_bytes = 4 * shape.hidden_size * shape.bytes_per_value * experts.top_k / groups
-        self._token_s = layers * of_dtype.move_factor * moved_bytes / gpu.memory_bandwidth
+        # A row is written for its expert and read, and so is its result; before and after, every token is.
+        moved = 4 * of_dtype.row_factor * experts.top_k / groups + 2 * of_dtype.token_factor
+        self._token_s = layers * moved * shape.hidden_size * shape.bytes_per_value / gpu.memory_bandwidth
         if parallelism.num_groups > 1:
             self._add_exchange(shape, experts, gpu, parallelism, layers)
 

@@ -1,6 +1,6 @@
 """Analytic step time of a decoder on the GPUs of a replica, kernel by kernel.
 
-    T = host + |launch, GPU|                                |a, b| = (a^4 + b^4)^(1/4), a max without its sharp knee
+    T = host + |launch, GPU|_3                   |a, b| = (a^4 + b^4)^(1/4), |a, b|_3 = (a^3 + b^3)^(1/3)
     GPU = layers * (products, attention, small kernels, experts, 2 all-reduces) + output head + sends between stages
     products          = latency each + |weights / (bandwidth * share), 2 * params * N / (FLOP/s * share)|
     prefill attention = latency + 4 * heads * head_dim * (sum chunk * (prefix + chunk / 2) + N * tile / 2)
@@ -14,7 +14,8 @@
 for N tokens on n GPUs (`StepFeatures`), everything divided among the GPUs where they share it. The kernels' shares and
 latencies belong to the GPU's generation (`constants.Kernels`), the host's times and four factors to the engine
 (`constants.Engine`). At a knee a sharp maximum is too low and the root of squares too high; the fourth power is closest
-to the measured products. It costs two square roots, which round the same way one by one and in arrays.
+to the measured products. It costs two square roots, which round the same way one by one and in arrays. Launches hide
+less well behind a GPU that waits for other GPUs at every all-reduce: their knee is softer.
 
 **Windows.** A windowed layer reads min(context, window) per sequence; of a step only sums are known, so every sequence
 counts as one of the mean length.
@@ -43,6 +44,7 @@ from expediter.perfmodel.hardware import Gpu
 from expediter.perfmodel.parallelism import Parallelism
 
 _SMALL_KERNELS: Final = 5  # two norms with the residual, rotation, KV write, activation
+_CONVERSIONS: Final = 2  # to fp8: the outputs of attention and activation; norms write fp8 themselves
 DEFAULT_ENGINE: Final = "vllm"
 
 
@@ -71,7 +73,7 @@ class RooflineModel:
         parallelism = Parallelism(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
         parallelism.check(shape, gpu)
         engine = engine_named(DEFAULT_ENGINE) if engine is None else engine
-        self._host_s, self._host_prefill_s, self._host_seq_s = engine.step_s, engine.prefill_step_s, engine.seq_s
+        self._host_s, self._host_prefill_s, self._seq_s = engine.step_s, engine.prefill_step_s, engine.seq_s
         self._decode_launch_s, self._prefill_launch_s = engine.decode_launch_s, engine.prefill_launch_s
         self._num_stages, self._num_groups = parallelism.pipeline, parallelism.num_groups
         self._is_split = self._num_stages * self._num_groups > 1
@@ -79,7 +81,7 @@ class RooflineModel:
         layers = shape.num_layers * parallelism.layers_factor(shape)
         self._set_products(shape, gpu, parallelism, engine)
         self._set_attention(shape, gpu, tensor_parallel, engine, layers)
-        self._token_s = layers * _small_kernel_bytes(shape, tensor_parallel) / gpu.memory_bandwidth
+        self._token_s += layers * _small_kernel_bytes(shape, tensor_parallel) / gpu.memory_bandwidth
         self._bulk_tokens, self._bulk_token_s = 1 << 62, 0.0
         if tensor_parallel > 1:
             self._add_all_reduces(shape, gpu, parallelism, engine, layers)
@@ -93,14 +95,18 @@ class RooflineModel:
         bandwidth = gpu.memory_bandwidth * kernels.gemm_bandwidth_share * n / engine.memory_factor
         flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
         layer_flops, layer_bandwidth, latency_s = flops, bandwidth, kernels.gemm_latency_s
+        self._token_s, small_kernels = 0.0, _SMALL_KERNELS
         peak = {"fp8": gpu.fp8_flops, "fp4": gpu.fp4_flops}.get(shape.weight_dtype, 0.0)
         if peak and kernels.fp8_gemm_flops_share:
             # Elsewhere such weights are only kept so, and are multiplied in bfloat16.
             layer_flops = peak * kernels.fp8_gemm_flops_share * n / engine.compute_factor
             layer_bandwidth = gpu.memory_bandwidth * kernels.fp8_gemm_bandwidth_share * n / engine.memory_factor
             latency_s = kernels.fp8_gemm_latency_s
+            converted = factor * _converted_width(shape, n)
+            self._token_s = converted * (1 + shape.bytes_per_value) / gpu.memory_bandwidth
+            small_kernels += _CONVERSIONS
         self._fixed_s = factor * _num_products(shape) * latency_s + kernels.gemm_latency_s
-        self._fixed_s += factor * shape.num_layers * _SMALL_KERNELS * kernels.small_kernel_s
+        self._fixed_s += factor * shape.num_layers * small_kernels * kernels.small_kernel_s
         self._layer_weights_s = factor * shape.dense_weight_bytes / layer_bandwidth
         self._head_weights_s = shape.num_head_params * shape.bytes_per_value / bandwidth
         self._layer_token_s = factor * 2 * shape.num_dense_params / layer_flops
@@ -145,7 +151,7 @@ class RooflineModel:
         self._fixed_s += reduces * gpu.all_reduce_latency_s
         self._token_s += reduces * message_s * 2 * (n - 1) / n / gpu.kernels.link_share * engine.all_reduce_factor
         self._bulk_tokens = int(-(-engine.bulk_bytes // message_bytes))
-        self._bulk_token_s = reduces * message_s * n * engine.bulk_all_reduce_factor
+        self._bulk_token_s = reduces * message_bytes / gpu.host_bandwidth * (1 - 2 / n) * engine.bulk_all_reduce_factor
 
     def _add_sends(self, shape: ModelShape, gpu: Gpu, parallelism: Parallelism) -> None:
         """Add the sends between stages: every GPU sends a token's activations, over the network between nodes."""
@@ -167,7 +173,10 @@ class RooflineModel:
         gpu_s += self._context_token_s * context
         if self._window:
             gpu_s += self._windowed_token_s * min(context, self._window * features.num_decodes / pieces)
-        return host_s + (smooth_max(launch_s, gpu_s) if launch_s else gpu_s)
+        if launch_s:
+            # NumPy's root here too: the C library's may round otherwise than NumPy's on arrays.
+            gpu_s = float(np.cbrt(launch_s * launch_s * launch_s + gpu_s * gpu_s * gpu_s))
+        return host_s + gpu_s
 
     def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:
         """Return the durations of `num_steps` successive decode steps, float64, shape [num_steps]; see the port."""
@@ -188,12 +197,10 @@ class RooflineModel:
         if windowed is not None:
             grown += windowed
         if launch_s:
-            squared = launch_s * launch_s
-            grown *= grown
-            grown *= grown
-            grown += squared * squared
-            np.sqrt(grown, out=grown)
-            np.sqrt(grown, out=grown)
+            cubed = grown * grown
+            cubed *= grown
+            cubed += launch_s * launch_s * launch_s
+            np.cbrt(cubed, out=grown)
         grown += host_s
         return grown
 
@@ -214,12 +221,13 @@ class RooflineModel:
             expert_tokens = num_tokens / microbatches
             num_tokens, num_seqs, num_decodes = num_tokens / pieces, num_seqs / pieces, num_decodes / pieces
             attention /= pieces
-        host_s, launch_s = self._host_s + self._host_seq_s * num_seqs, self._decode_launch_s
+        host_s, launch_s = self._host_s, self._decode_launch_s
         gpu_s = (
             self._fixed_s
             + smooth_max(self._layer_weights_s, self._layer_token_s * num_tokens)
             + smooth_max(self._head_weights_s, self._head_seq_s * num_seqs)
             + self._token_s * num_tokens
+            + self._seq_s * num_seqs
         )
         if num_decodes:
             gpu_s += self._fixed_decode_s
@@ -257,6 +265,16 @@ def _num_products(shape: ModelShape) -> int:
     dense = shape.num_layers - shape.experts.num_layers
     shared = 2 if shape.experts.shared_intermediate_size else 0
     return products + 2 * dense + shape.experts.num_layers * (1 + shared)
+
+
+def _converted_width(shape: ModelShape, n: int) -> float:
+    """Return the values per token that all layers convert to fp8 by kernels of their own, on each of n GPUs."""
+    attention = shape.num_heads * (shape.head_dim if shape.latent is None else shape.latent.value_head_dim)
+    dense, shared = shape.num_layers * shape.intermediate_size, 0
+    if shape.experts is not None:
+        dense = (shape.num_layers - shape.experts.num_layers) * shape.intermediate_size
+        shared = shape.experts.num_layers * shape.experts.shared_intermediate_size
+    return (shape.num_layers * attention + dense + shared) / n
 
 
 def _kv_share(kernels: Kernels, kv_dtype: str) -> float:

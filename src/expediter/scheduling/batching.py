@@ -69,5 +69,7 @@ class StaticBatches:
             draft.add_decodes()
         else:
             draft.add_prompts(whole=True)
+            if not draft.chunks:  # all of them came with their KV
+                draft.add_decodes()
             self._num_seqs = len(draft.running)
         draft.pad_to = self._num_seqs

@@ -13,7 +13,7 @@ from expediter.core.events import Admitted, Event, PreemptCause, Preempted
 from expediter.core.explanation import Detail, Reason
 from expediter.core.plan import Admission, IntArray, StepFeatures, StepPlan
 from expediter.core.request import RequestState, Status
-from expediter.kvcache.radix import PrefixMatch
+from expediter.kvcache.radix import NO_MATCH, PrefixMatch
 from expediter.scheduling.budget import BudgetRule
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
@@ -55,6 +55,7 @@ class Draft:
         held_by: what keeps the rest of the queue from being tried.
         refused: how many waiting requests were tried in vain, by reason.
         pad_to: sequences of a static batch, for the features; 0 for no padding.
+        has_decodes: every decoding sequence is in the step.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Draft:
     def add_decodes(self) -> None:
         """Add every decoding sequence, preempting some if their next tokens find no block."""
         self.running.grow(self._make_room)
-        self.has_decodes = self.running.decoding.size > 0
+        self.has_decodes = True
         self.budget -= self.running.decoding.size
 
     def add_prompts(self, *, whole: bool = False) -> None:
@@ -150,6 +151,7 @@ class Draft:
     def _needs_more_than_budget(self, state: RequestState) -> bool:
         if state.num_known_tokens <= self.budget:
             return False
+        # A landed one is asked for what it lacks as well: usually a token.
         match = self.running.kv.match(state.token_bytes, state.request.cache_salt)
         return state.num_known_tokens - self.running.kv.num_reusable_tokens(state.sequence, match) > self.budget
 
@@ -183,6 +185,12 @@ class Draft:
         self.budget -= chunk
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing would run, although nobody was stopped either."""
+        decodes = self.has_decodes and self.running.decoding.size
+        return not (decodes or self.chunks or self.admitted or self.preempted)
+
+    @property
     def is_full(self) -> bool:
         """Whether prompts had to stay behind because the budget was used up."""
         return self.budget <= 0 and bool(self.chunks)
@@ -196,23 +204,35 @@ class Draft:
         """
         kv, rules = self.running.kv, self._rules
         num_tokens = rules.memory.reserve_tokens(state)
-        match = kv.match(state.token_bytes, state.request.cache_salt)
+        landed = kv.landings.find(state.sequence)
+        match = NO_MATCH if landed is not None else kv.match(state.token_bytes, state.request.cache_salt)
         spare = rules.memory.spare_blocks(state, self.running)
         if rules.ordering.displaces:
             self._displace_for(state, match, num_tokens, spare)
             spare = rules.memory.spare_blocks(state, self.running)
         self._waiting.remove(state)
         if not self.running.enter(state, match, num_tokens, spare, self.now_s):
-            spare += self.running.blocks_beside(state, num_tokens)
-            self._note_refusal(state, kv.shortage(match, num_tokens, spare))
+            self._note_refusal(state, self.running.shortage(state, match, num_tokens, spare))
             return False
         num_cached, num_computed = match.num_blocks * kv.block_size, state.num_computed_tokens
+        if landed is not None and not state.output:
+            num_cached = num_computed  # fetched for it, so it is reuse
         rules.ordering.admitted(state, state.num_known_tokens - num_computed, self.running.decode_clock)
         self._announce(state, num_cached, num_computed - num_cached)
         for follower in state.followers:
             self._announce(follower, follower.num_known_tokens)
-        self._add_chunk(state)
+        if landed is not None and self.running.is_decoding(state):
+            self._join_decodes(state)
+        else:
+            self._add_chunk(state)
         return True
+
+    def _join_decodes(self, state: RequestState) -> None:
+        """Count a request that landed with all its KV among the decodes, in this step if they are in it."""
+        self._rules.ordering.joined(state, self.running.decode_clock)
+        self._explanations.decoding(state.request_id, self.now_s)
+        if self.has_decodes:
+            self.budget -= 1
 
     def _note_refusal(self, state: RequestState, shortage: int) -> None:
         has_slots = self.running.num_free_slots >= len(state.members)
@@ -249,7 +269,7 @@ class Draft:
     def _displace_for(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare: int) -> None:
         """Preempt running requests that `state` outranks, if that makes room for it, and nobody otherwise."""
         kv, num_seqs = self.running.kv, len(state.members)
-        shortage = kv.shortage(match, num_tokens, spare + self.running.blocks_beside(state, num_tokens))
+        shortage = self.running.shortage(state, match, num_tokens, spare)
         slots_short = num_seqs - self.running.num_free_slots
         if shortage <= 0 and slots_short <= 0:
             return

@@ -72,16 +72,34 @@ class RunningSet:
         if len(self._free_slots) < len(state.members):
             return False
         spare_blocks += self.blocks_beside(state, num_tokens)
+        landing = self.kv.landings.find(state.sequence)
         resumes, slot = state.num_preemptions > 0, self._free_slots[-1]
-        if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
-            return False
+        if landing is not None:
+            if not self.kv.adopt(slot, landing, num_tokens, self.blocks_beside(state, num_tokens), now_s):
+                return False
+            state.num_computed_tokens = landing.num_tokens
+        else:
+            if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
+                return False
+            state.num_computed_tokens = self.kv.swap_in(slot, state.sequence, match)
         state.slot = self._free_slots.pop()
-        state.num_computed_tokens = self.kv.swap_in(state.slot, state.sequence, match)
-        self.prefilling.append(state)
+        if landing is not None and state.output and landing.num_tokens == state.num_known_tokens - 1:
+            # All its KV came along: it decodes at once.
+            self.decoding.join(state, int(self.kv.num_owned[slot]) * self.kv.block_size)
+        else:
+            self.prefilling.append(state)
         for follower in state.followers:
             follower.slot = self._free_slots.pop()
             self.kv.hold(follower.slot, self.follower_blocks(state, num_tokens))
         return True
+
+    def shortage(self, state: RequestState, match: PrefixMatch, num_tokens: int, spare_blocks: int) -> int:
+        """Return how many blocks `enter` would lack, its followers' included; at most 0 if they suffice."""
+        landing = self.kv.landings.find(state.sequence)
+        if landing is not None:
+            missing = max(0, self.kv.blocks_for(num_tokens) - len(landing.blocks))
+            return missing + self.blocks_beside(state, num_tokens) - self.kv.num_available_blocks
+        return self.kv.shortage(match, num_tokens, spare_blocks + self.blocks_beside(state, num_tokens))
 
     def compute(self, state: RequestState, num_tokens: int) -> None:
         """Record that a prefilling sequence computed `num_tokens` more; full blocks of them can be reused from now.
@@ -127,7 +145,7 @@ class RunningSet:
         ended = self.decoding.leave(rows)
         for state in ended:
             self._ordering.left(state, self.decode_clock)
-            self._give_back(state, now_s, state.request.cache_hint)
+            self._end(state, now_s)
         return ended
 
     def leave(self, state: RequestState, now_s: float) -> RequestState | None:
@@ -146,8 +164,18 @@ class RunningSet:
             self._put_in_place(successor, state)
             return successor
         self._withdraw(state)
-        self._give_back(state, now_s, state.request.cache_hint)
+        self._end(state, now_s)
         return None
+
+    def depart(self, state: RequestState, now_s: float) -> None:
+        """Take a sequence out that goes on elsewhere, with its followers; its KV is kept if it is marked so."""
+        for follower in reversed(state.followers):
+            self._give_back(follower, now_s, None)
+        self._withdraw(state)
+        if state.is_kept:
+            self._end(state, now_s)
+        else:
+            self._give_back(state, now_s, None)
 
     def _withdraw(self, state: RequestState) -> None:
         if state in self.prefilling:
@@ -181,6 +209,16 @@ class RunningSet:
                 num_swapped = self.kv.swap_out(state.slot, state.sequence, state.num_computed_tokens)
         self._give_back(state, now_s, None)
         return num_swapped
+
+    def _end(self, state: RequestState, now_s: float) -> None:
+        """Take the blocks back of one that ended, as its client wished, or keep them for a transfer."""
+        if not state.is_kept:
+            self._give_back(state, now_s, state.request.cache_hint)
+            return
+        self.kv.commit(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
+        kept = self.kv.keep(state.slot, state.token_bytes, state.request.cache_salt, state.num_computed_tokens)
+        self.kv.landings.assign(kept, state.sequence)
+        self._free(state)
 
     def _give_back(self, state: RequestState, now_s: float, hint: CacheHint | None) -> None:
         """What was computed stays in the prefix cache for who comes with the same tokens."""

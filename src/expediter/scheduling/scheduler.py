@@ -17,7 +17,8 @@ from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.events import Event, Finished, PreemptCause, Preempted, Queued, Rejected, RejectReason
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.core.plan import StepPlan, StepResult
-from expediter.core.request import FinishReason, Request, RequestState, Status
+from expediter.core.request import CacheHint, Carried, FinishReason, Request, RequestState, Status
+from expediter.kvcache.landing import Landing
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
 from expediter.scheduling.config import SchedulerConfig
@@ -27,6 +28,7 @@ from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.in_flight import InFlight
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.ordering.queue import WaitingQueue
+from expediter.scheduling.passage import Departure, Passage
 from expediter.scheduling.running import RunningSet
 
 
@@ -74,6 +76,7 @@ class Scheduler:
         self._draining = False
         self._explanations = Explanations(config.max_explanations)
         self._refused: dict[Reason, int] = {}
+        self._passage = Passage(kv, policy.rules.memory, self._running, self._waiting, knowledge)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class Scheduler:
         """
         return self.add_group((request,), now_s)
 
-    def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]:
+    def add_group(self, requests: Sequence[Request], now_s: float, *, keep: bool = False) -> list[Event]:
         """Queue several sequences of one prompt, or reject them at once if they can never run together.
 
         They start together or not at all. The first one leads: it computes the prompt, then they fork, sharing its full
@@ -150,6 +153,7 @@ class Scheduler:
 
         Args:
             requests: equal but for id, sampling and what may stop them.
+            keep: when they end, keep their KV for a transfer; see `collect`.
         Raises:
             InvariantError: a live request has the same id, or they differ in more than they may.
         """
@@ -161,6 +165,13 @@ class Scheduler:
         leader.followers = followers
         for follower in followers:
             follower.leader = leader
+        for state in leader.members:
+            state.is_kept = keep
+        return self._enqueue(leader, now_s)
+
+    def _enqueue(self, leader: RequestState, now_s: float) -> list[Event]:
+        """Queue a request with its followers, or refuse it if it can never run."""
+        requests = [state.request for state in leader.members]
         if self._draining:
             refusal: tuple[RejectReason, str] | None = RejectReason.SHUTDOWN, "the replica is shutting down"
         else:
@@ -168,6 +179,7 @@ class Scheduler:
         if refusal is not None:
             for request in requests:
                 self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
+            self._passage.drop(leader, now_s)
             return [Rejected(request.request_id, now_s, *refusal) for request in requests]
         self._next_sequence += len(requests)
         self._requests.update((state.request_id, state) for state in leader.members)
@@ -188,6 +200,7 @@ class Scheduler:
         state = self._requests.get(request_id)
         if state is None:
             return []
+        state.is_kept = False
         if state.status is Status.RUNNING:
             slot = state.slot
             successor = self._running.leave(state, now_s)
@@ -200,10 +213,124 @@ class Scheduler:
             successor = state.fall_out()
             if successor is None:
                 self.kv.host.drop(state.sequence)
+                self._passage.drop(state, now_s)
             else:
                 self.kv.host.hand_over(state.sequence, successor.sequence)
+                self.kv.landings.hand_over(state.sequence, successor.sequence)
                 self._waiting.push(successor, now_s)
         return [self._finish(state, now_s, reason)]
+
+    def refusal(self, requests: Sequence[Request]) -> tuple[RejectReason, str] | None:
+        """Return why a request, with its sequences, could never run here, or None if it could; changes nothing."""
+        leader, *followers = (RequestState(request, -1, request.prompt.tobytes()) for request in requests)
+        leader.followers = followers
+        return refusal_of(leader, self.config, self.policy.rules.memory, self._running)
+
+    # -- requests on their way ----------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, carried: Carried | None, num_tokens: int, now_s: float) -> Landing | None:
+        """Take blocks for a request whose first `num_tokens` tokens of KV are about to come from elsewhere.
+
+        Args:
+            carried: what it has so far; None if it has not run yet.
+        Returns:
+            None if there is no room at present, or somebody older waits for it.
+        Raises:
+            InvariantError: a step is in flight: blocks that it still writes to may be among the free ones.
+        """
+        if self._in_flight is not None:
+            raise InvariantError(f"blocks are reserved while step {self._in_flight.plan.step_id} is in flight")
+        return self._passage.reserve(self._passage.state_of(request, carried, self._next_sequence), num_tokens, now_s)
+
+    def land(self, landing: Landing, now_s: float) -> bool:
+        """Record that the KV of a landing is here; False if it does not wait for any (any more)."""
+        self._queue_is_stuck = False
+        return self.kv.landings.complete(landing, now_s)
+
+    def release(
+        self,
+        landing: Landing,
+        now_s: float,
+        *,
+        writes_until_s: float | None = None,
+        hint: CacheHint | None = None,
+    ) -> None:
+        """Give a landing up, as `Landings.release`: others may have its blocks."""
+        self._queue_is_stuck = False
+        self.kv.landings.release(landing, now_s, writes_until_s=writes_until_s, hint=hint)
+
+    def end_quarantine(self, now_s: float) -> None:
+        """Free the blocks that nobody can write to any more."""
+        if self.kv.landings.expire(now_s):
+            self._queue_is_stuck = False
+
+    def resume(
+        self,
+        request: Request,
+        carried: Carried | None,
+        now_s: float,
+        *,
+        landing: Landing | None = None,
+        keep: bool = False,
+    ) -> list[Event]:
+        """Queue a request that ran elsewhere, or whose KV was fetched; as `add`, and it goes on where it stopped.
+
+        Its output so far counts as known: what of its KV has landed is taken over, the rest is computed again. With all
+        of it there, it decodes from its first step here on.
+
+        Args:
+            landing: of its KV, landed; it is the request's from now on.
+            keep: as in `add_group`.
+        Raises:
+            InvariantError: a live request has the same id, or it has all of its output.
+        """
+        check_group((request,), self._requests)
+        state = self._passage.state_of(request, carried, self._next_sequence)
+        state.is_kept = keep
+        if landing is not None:
+            self.kv.landings.assign(landing, state.sequence)
+        return self._enqueue(state, now_s)
+
+    def extract(self, request_id: str, now_s: float, *, keep: bool = False) -> tuple[Departure, ...]:
+        """Take a live request out, with its group as long as that has not forked, to go on elsewhere.
+
+        No event says so: it has not ended.
+
+        Args:
+            keep: keep its computed KV for a transfer; not that of a group.
+        Returns:
+            What each sequence takes along; nothing if the id is not known (any more).
+        Raises:
+            InvariantError: a step is in flight.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            return ()
+        if self._in_flight is not None:
+            raise InvariantError(f"{request_id} is extracted while step {self._in_flight.plan.step_id} is in flight")
+        leader = state.leader or state
+        members = leader.members
+        leader.is_kept = keep and len(members) == 1
+        if leader.status is Status.RUNNING:
+            self._running.depart(leader, now_s)
+        else:
+            self._waiting.remove(leader)
+            self.kv.host.drop(leader.sequence)
+            if not leader.is_kept:
+                self._passage.drop(leader, now_s)
+        for member in members:
+            member.move(Status.FINISHED)
+            del self._requests[member.request_id]
+            self._explanations.ended(member.request_id, now_s, Reason.ENDED, {"cause": "moved"})
+        self._queue_is_stuck = False
+        return tuple(self._passage.departure_of(m, self.kv.landings.find(m.sequence)) for m in members)
+
+    def collect(self, request_id: str) -> Departure | None:
+        """Return once what a request left behind that was added with `keep` and has ended by itself.
+
+        Who collects it releases its landing, when the KV has been sent or will not be.
+        """
+        return self._passage.departures.pop(request_id, None)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here run to their end."""
@@ -213,6 +340,8 @@ class Scheduler:
         state.move(Status.FINISHED)
         state.finish_reason = reason
         del self._requests[state.request_id]
+        if state.is_kept:
+            self._passage.note(state)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.knowledge.lengths.observe(state.request, len(state.output))
         self._queue_is_stuck = False
@@ -240,10 +369,11 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.plan.step_id} has not been applied")
-        draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
-        draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
-        draft.events += self._judge_late(now_s)
-        self.policy.batching.fill(draft)
+        draft = self._fill(now_s)
+        while len(self.kv.landings) and draft.is_idle and self._let_go(now_s):
+            events = draft.events
+            draft = self._fill(now_s)
+            draft.events[:0] = events
         for state in draft.preempted:
             self._waiting.push(state, now_s)
         plan, chunked = draft.compose(self._next_step)
@@ -257,6 +387,19 @@ class Scheduler:
             self._in_flight = InFlight(plan, chunked, is_full=draft.is_full)
             self._next_step += 1
         return plan
+
+    def _fill(self, now_s: float) -> Draft:
+        draft = Draft(self.config, self.policy.rules, self._running, self._waiting, self._explanations, now_s)
+        draft.queue_is_closed = self._queue_is_stuck and now_s < self._stuck_until_s
+        draft.events += self._judge_late(now_s)
+        self.policy.batching.fill(draft)
+        return draft
+
+    def _let_go(self, now_s: float) -> bool:
+        """Nobody can run: make room by giving a landing up, if one waits."""
+        self._queue_is_stuck = False
+        waiting = [state for state in self._requests.values() if state.status is not Status.RUNNING]
+        return self._passage.let_go(waiting, now_s)
 
     def _judge_late(self, now_s: float) -> list[Event]:
         """Refuse who cannot be in time any more and asked for that; the others stay, and are told why they wait."""
@@ -276,6 +419,7 @@ class Scheduler:
     def _refuse_late(self, state: RequestState, now_s: float) -> list[Event]:
         message = "the request cannot meet its targets any more, and it asked to be refused then"
         self._waiting.remove(state)
+        self._passage.drop(state, now_s)
         for member in state.members:
             member.move(Status.FINISHED)
             del self._requests[member.request_id]

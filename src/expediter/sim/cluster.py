@@ -9,6 +9,7 @@ from expediter.control.fleet import Fleet
 from expediter.control.routing.base import Placement, RouteQuery, Router
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
+from expediter.sim.journeys import Journeys
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
@@ -21,12 +22,19 @@ class Cluster:
 
     Only the next request exists ahead of its arrival, so a long trace takes no more memory than what is in flight.
 
+    Args:
+        journeys: drives requests that may need more than one replica; None if each stays where it was sent.
     Attributes:
         fleet: the replicas as the router sees them.
     """
 
     def __init__(
-        self, replicas: Sequence[SimulatedReplica], router: Router, loop: EventLoop, observer: Observer
+        self,
+        replicas: Sequence[SimulatedReplica],
+        router: Router,
+        loop: EventLoop,
+        observer: Observer,
+        journeys: Journeys | None = None,
     ) -> None:
         self._replicas = {replica.replica_id: replica for replica in replicas}
         self._router = router
@@ -40,6 +48,9 @@ class Cluster:
             self.fleet.join(replica.replica_id, replica.snapshot, replica.profile)
             replica.on_load_change = partial(self.fleet.mark, replica.replica_id)
         self._progress: Callable[[int], None] | None = None
+        self._journeys = journeys
+        if journeys is not None:
+            journeys.enter(self._replicas, self.fleet, router)
 
     @property
     def num_steps(self) -> int:
@@ -77,11 +88,14 @@ class Cluster:
         assert group is not None
         self._num_arrived += 1
         decision = self._router.route(RouteQuery.of(group, now_s), self.fleet)
-        for request in group:
-            self._observer.arrived(request, decision, now_s)
-        if isinstance(decision, Placement):
-            self._replicas[decision.replica_id].receive(group, now_s)
-            self.fleet.dispatched(decision.replica_id)
+        if self._journeys is not None:
+            self._journeys.arrive(group, decision, now_s)
+        else:
+            for request in group:
+                self._observer.arrived(request, decision, now_s)
+            if isinstance(decision, Placement):
+                self._replicas[decision.replica_id].receive(group, now_s)
+                self.fleet.dispatched(decision.replica_id)
         if self._progress is not None and self._num_arrived % _PROGRESS_EVERY == 0:
             self._progress(self._num_arrived)
         self._expect_next()

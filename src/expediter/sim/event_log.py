@@ -13,7 +13,20 @@ from typing import Any, BinaryIO
 import msgspec
 
 from expediter.control.routing.base import Decision, Placement
-from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempted, Rejected
+from expediter.core.events import (
+    Admitted,
+    Event,
+    Finished,
+    FirstToken,
+    HandedOff,
+    Interrupted,
+    JourneyEvent,
+    Preempted,
+    Rejected,
+    Routed,
+    TransferLost,
+    Transferred,
+)
 from expediter.core.request import Request
 
 
@@ -36,7 +49,7 @@ class EventLog:
         else:
             self._write(now_s, "rejected", request.request_id, {"reason": decision.reason.value})
 
-    def record(self, replica_id: int, events: Sequence[Event]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
         for event in events:
             facts: dict[str, Any]
             match event:
@@ -64,8 +77,26 @@ class EventLog:
                 case Rejected():
                     facts = {"reason": event.reason.value, "message": event.message}
                     self._write(event.now_s, "rejected", event.request_id, {"replica": replica_id, **facts})
+                case Routed() | Interrupted() | HandedOff() | Transferred() | TransferLost():
+                    self._move(replica_id, event)
                 case _:  # Queued is the arrival's own line
                     pass
+
+    def _move(self, replica_id: int, event: JourneyEvent) -> None:
+        name, facts = "routed", dict[str, Any]()
+        match event:
+            case Interrupted():
+                name, facts = "interrupted", {"output_tokens": event.num_output_tokens}
+            case HandedOff():
+                name, facts = "handed_off", {"to": event.target_id, "tokens": event.num_tokens}
+            case Transferred():
+                name = "transferred"
+                facts = {"from": event.source_id, "bytes": event.num_bytes, "exposed_s": event.exposed_s}
+            case TransferLost():
+                name, facts = "transfer_lost", {"from": event.source_id}
+            case _:
+                pass
+        self._write(event.now_s, name, event.request_id, {"replica": replica_id, **facts})
 
     def _write(self, now_s: float, event: str, request_id: str, facts: dict[str, Any]) -> None:
         self._file.write(self._encoder.encode({"t": now_s, "event": event, "request": request_id, **facts}) + b"\n")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits, StepTimeModel
-from expediter.core.request import TokenArray
+from expediter.core.request import RequestState, TokenArray
 from expediter.sim.synthetic_tokens import VOCAB_SIZE, output_base, output_tokens
 
 
@@ -26,6 +26,8 @@ class SimulatedExecutor:
         step_time: how long steps take.
         num_host_blocks, block_swap_s: of the host tier. A step takes longer by `block_swap_s` for every block that
             moves: nothing overlaps.
+        number_of: a number for each request that no other has; None for its order of arrival at the scheduler, which
+            is enough as long as no request comes from another one.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class SimulatedExecutor:
         step_time: StepTimeModel,
         num_host_blocks: int = 0,
         block_swap_s: float | None = None,
+        number_of: Callable[[RequestState], int] | None = None,
     ) -> None:
+        self._number_of = number_of or _order_of_arrival
         self._limits = ExecutorLimits(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -88,9 +92,13 @@ class SimulatedExecutor:
 
     def _tokens(self, plan: StepPlan) -> TokenArray:
         for admission in plan.admitted:
-            self._bases[admission.slot] = output_base(admission.state.sequence)
+            self._bases[admission.slot] = output_base(self._number_of(admission.state))
         sampled = plan.sampled
         if not len(sampled):
             return np.empty((1, 0), np.int32)
         positions = plan.starts[sampled] + plan.lengths[sampled]
         return output_tokens(self._bases[plan.sample_slots], positions, plan.num_steps)
+
+
+def _order_of_arrival(state: RequestState) -> int:
+    return state.sequence

@@ -14,12 +14,16 @@ class EventKind(enum.IntEnum):
     """What happens first when several things happen at the same instant.
 
     A step that ends at time t is over before an arrival at t is seen, and both come before the plan that is made at t:
-    it knows everything that happened up to and including t.
+    it knows everything that happened up to and including t. KV that comes at t has come before a replica fails at t,
+    and an arrival at t sees which replicas are left.
     """
 
     STEP_END = 0
-    ARRIVAL = 1
-    PLAN = 2
+    TRANSFER = 1
+    FAILURE = 2
+    CONTROL = 3
+    ARRIVAL = 4
+    PLAN = 5
 
 
 class EventLoop:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
-from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot
+from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot, Role
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
-from expediter.core.plan import StepPlan
+from expediter.core.plan import StepFeatures, StepPlan
 from expediter.core.request import Request
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
@@ -39,6 +39,8 @@ class SimulatedReplica:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
+        on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
+            duration of each step; None for nobody.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
@@ -60,13 +62,18 @@ class SimulatedReplica:
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = 0.0
         self.on_load_change: Callable[[], None] = lambda: None
+        self.on_steps: Callable[[StepFeatures, Sequence[float]], None] | None = None
         self._executor = executor
         self._loop = loop
         self._observer = observer
         self._jumps = jumps
         self._probe = probe
-        self._inbox: list[Sequence[Request]] = []
+        self._inbox: list[tuple[Sequence[Request], bool]] = []
+        self._posted: list[Callable[[float], None]] = []
+        self._is_planning = False
         self._num_inbox_tokens = 0
         self._num_context_tokens = 0
         self._prompt_tokens: dict[str, int] = {}
@@ -75,6 +82,11 @@ class SimulatedReplica:
         self._ends_s: list[float] = []
         self._end_ticket = -1
         self._is_woken = False
+
+    @property
+    def role(self) -> Role:
+        """What it is for; "prefill" replicas hand their requests off."""
+        return self.profile.role
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
@@ -86,19 +98,51 @@ class SimulatedReplica:
             num_running=self.scheduler.num_running,
         )
 
+    def busy_s(self, now_s: float) -> float:
+        """Return for how long it has run steps, from 0 s to `now_s`; the same with jumps or without."""
+        idle_s = self._idle_s if self._idle_since_s is None else self._idle_s + max(0.0, now_s - self._idle_since_s)
+        return now_s - idle_s
+
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many leading tokens of a prompt the cache holds, in whole blocks."""
         kv = self.scheduler.kv
         return kv.match(request.prompt.tobytes(), request.cache_salt).num_blocks * kv.block_size
 
-    def receive(self, group: Sequence[Request], now_s: float) -> None:
-        """Take a request that arrives at `now_s`, with all its sequences."""
-        self._inbox.append(group)
+    def receive(self, group: Sequence[Request], now_s: float, *, keep: bool = False) -> None:
+        """Take a request that arrives at `now_s`, with all its sequences.
+
+        Args:
+            keep: keep their KV for a transfer when they end.
+        """
+        self._inbox.append((group, keep))
         self._num_inbox_tokens += group[0].num_prompt_tokens
         for request in group:
-            self._prompt_tokens[request.request_id] = request.num_prompt_tokens
-            self._num_context_tokens += request.num_prompt_tokens
+            self.expect(request.request_id, request.num_prompt_tokens)
         self._look(now_s)
+        self._interrupt(now_s)
+
+    def expect(self, request_id: str, num_tokens: int) -> None:
+        """Count a request that will be here as load from now on; it ends here, or is forgotten."""
+        self._prompt_tokens[request_id] = num_tokens
+        self._num_context_tokens += num_tokens
+
+    def forget(self, request_id: str) -> None:
+        """Count a request no more that has gone elsewhere."""
+        self._num_context_tokens -= self._prompt_tokens.pop(request_id, 0)
+        self.on_load_change()
+
+    def post(self, action: Callable[[float], None], now_s: float) -> None:
+        """Do something with the scheduler between two steps, as soon as may be; first posted, first done."""
+        self._posted.append(action)
+        if not self._is_planning:
+            self._interrupt(now_s)
+
+    def report(self, events: list[Event]) -> None:
+        """Pass on what a posted action made the scheduler say."""
+        self._emit(events)
+
+    def _interrupt(self, now_s: float) -> None:
+        """Plan as soon as the step in progress has ended."""
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:
@@ -122,23 +166,34 @@ class SimulatedReplica:
 
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
-        for group in self._inbox:
-            self._emit(self.scheduler.add_group(group, group[0].arrival_s))
+        self._is_planning = True
+        if self._posted:
+            self._do_posted(now_s)
+        for group, keep in self._inbox:
+            self._emit(self.scheduler.add_group(group, group[0].arrival_s, keep=keep))
         self._inbox.clear()
         self._num_inbox_tokens = 0
         plan = self.scheduler.plan(now_s)
         self._emit(plan.events)
         self._look(now_s)
+        self._is_planning = False
         if plan.events:
             self.on_load_change()
         if plan.is_empty:
-            if self.scheduler.has_work:
+            if self._idle_since_s is None:
+                self._idle_since_s = now_s
+            if self._posted:
+                self._wake(now_s)
+            elif self.scheduler.has_work and not len(self.scheduler.kv.landings):
                 raise InvariantError(f"replica {self.replica_id}: requests are left, and none of them can run")
             return
+        if self._idle_since_s is not None:
+            self._idle_s += now_s - self._idle_since_s
+            self._idle_since_s = None
         if plan.features.num_prefill_tokens:
             self.num_prompt_steps += 1
             self.budget_shares += plan.features.num_tokens / plan.budget_tokens
-        num_steps = self.scheduler.repeatable_steps(plan) if self._jumps else 1
+        num_steps = self.scheduler.repeatable_steps(plan) if self._jumps and not self._posted else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         # One addition per step, from the left, as single steps would do it.
         self._ends_s = list(accumulate(self._durations_s, initial=now_s))[1:]
@@ -148,12 +203,19 @@ class SimulatedReplica:
         self._plan = plan
         self._schedule_end()
 
+    def _do_posted(self, now_s: float) -> None:
+        posted, self._posted = self._posted, []
+        for action in posted:
+            action(now_s)
+
     def _finish_step(self, now_s: float) -> None:
         plan, num_steps = self._plan, len(self._ends_s)
         assert plan is not None
         if num_steps > 1:
             self.scheduler.repeat(plan, num_steps)
         self._look(now_s)
+        if self.on_steps is not None:
+            self.on_steps(plan.features, self._durations_s[:num_steps])
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +10,9 @@ import msgspec
 
 from expediter.core.slo import Slo
 from expediter.sim.distribution import Distribution, Sample
+from expediter.sim.journeys import TransferTotals
 from expediter.sim.metrics import Groups, MetricsCollector, Outcome, RequestCounts, Tally
+from expediter.sim.replica import SimulatedReplica
 from expediter.sim.timeline import Timeline, TimelineRecorder
 from expediter.sim.trace import TraceSummary
 
@@ -83,6 +85,35 @@ class DecisionReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """The replicas of one pool.
+
+    Attributes:
+        role: what they are for.
+        busy_share: of the simulated time, how much their steps took; the mean over the replicas.
+        num_steps: of all of them.
+    """
+
+    role: str
+    replicas: int
+    num_gpus: int
+    busy_share: float | None
+    num_steps: int
+
+    @classmethod
+    def of(cls, replicas: Sequence[SimulatedReplica], num_gpus: int, simulated_s: float, end_s: float) -> PoolReport:
+        """Return the figures of replicas after a simulation that ended at `end_s`."""
+        busy_s = sum(replica.busy_s(end_s) for replica in replicas)
+        return cls(
+            role=replicas[0].role,
+            replicas=len(replicas),
+            num_gpus=num_gpus,
+            busy_share=busy_s / (len(replicas) * simulated_s) if simulated_s > 0 else None,
+            num_steps=sum(replica.num_steps for replica in replicas),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a simulation says. Rates are over `simulated_s`; None stands for what has no value, never NaN.
 
@@ -103,6 +134,8 @@ class Report:
         wall_s: how long the simulation took; the only figure that differs from run to run.
         trace: what was asked for, if a trace was.
         configuration: what was simulated.
+        pools: the replicas, pool by pool.
+        transfers: of KV between replicas, if there could be any.
         timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """
 
@@ -131,6 +164,8 @@ class Report:
     wall_s: float
     trace: TraceSummary | None
     configuration: dict[str, Any]
+    pools: Sequence[PoolReport]
+    transfers: TransferTotals | None
     timeline: Timeline | None
     curves: Curves | None
 
@@ -150,6 +185,8 @@ def build_report(
     trace: TraceSummary | None,
     configuration: dict[str, Any],
     timeline: TimelineRecorder | None = None,
+    pools: Sequence[PoolReport] = (),
+    transfers: TransferTotals | None = None,
 ) -> Report:
     """Return the report on a simulation that has ended; with timeline and curves if there is a `timeline`.
 
@@ -185,6 +222,8 @@ def build_report(
         wall_s=wall_s,
         trace=trace,
         configuration=configuration,
+        pools=pools,
+        transfers=transfers,
         timeline=None if timeline is None else timeline.finish(metrics.last_event_s),
         curves=None if timeline is None else _curves(total),
     )

@@ -35,7 +35,7 @@ import gzip
 import io
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +92,18 @@ def read_trace(path: str | Path, *, seed: int = 0, spread_ticks: bool = True, st
         columns.arrival_s = array("d", (time - earliest_s for time in columns.arrival_s))
     trace = replace(columns.build(defects.path.name), num_defects=defects.count, defects=defects.report())
     return _spread(trace, seed) if source.maybe_coarse and spread_ticks else trace
+
+
+def trace_from_rows(rows: Iterable[TraceRow], name: str) -> Trace:
+    """Return rows as a trace in memory, sorted by arrival.
+
+    Raises:
+        TraceError: there are none.
+    """
+    columns = _Columns()
+    for row in rows:
+        columns.add(row)
+    return columns.build(name)
 
 
 def stream_trace(defects: Defects, *, seed: int = 0, spread_ticks: bool = True) -> Iterator[TraceRow]:

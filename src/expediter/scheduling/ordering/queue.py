@@ -50,6 +50,12 @@ class WaitingQueue:
             return oldest[1]
         return self._ordering.first(now_s)
 
+    @property
+    def oldest(self) -> RequestState | None:
+        """The queued request that arrived first."""
+        entry = self._by_age.first()
+        return None if entry is None else entry[1]
+
     def remove(self, state: RequestState) -> None:
         """Take a queued request out from wherever it stands."""
         self._by_age.remove(state)

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation
-from expediter.perfmodel.hardware import gpu_named
-from expediter.perfmodel.roofline import RooflineModel
-from expediter.perfmodel.shapes import shape_named
 from expediter.studies.claims.capacity import capacity
 from expediter.studies.claims.frame import Claim, Conclusion, Effort, Figure, Numbers, Table, best, number
 from expediter.studies.claims.token_gaps import GapRecorder
@@ -56,9 +53,7 @@ def measure(
     trace = poisson_trace("sarathi", lengths, num_requests)
 
     def meets(rate_rps: float) -> bool:
-        recorder = GapRecorder(
-            RooflineModel(shape_named(setting.model), gpu_named("a100-80g"), setting.tensor_parallel)
-        )
+        recorder = GapRecorder()
         config = SimulationConfig(
             preset=preset,
             model=setting.model,
@@ -68,11 +63,10 @@ def measure(
             max_model_len=lengths.max_tokens,
             max_num_batched_tokens=budget,
             prefix_caching=False,
-            step_time=recorder,
-            knows_step_time=False,
-            jumps=False,
         )
-        report = build_simulation(config).run(at_rps(trace, rate_rps))
+        simulation = build_simulation(config)
+        simulation.watch_steps(recorder.stepped)
+        report = simulation.run(at_rps(trace, rate_rps))
         delay_s = report.queueing_s.p50
         assert delay_s is not None
         return delay_s <= _MAX_SCHEDULING_DELAY_S and recorder.quantile_s(0.99) <= setting.max_gap_s

@@ -1,0 +1,80 @@
+"""What breaks first: named from the run in which it broke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from expediter.core.explanation import Reason
+from expediter.studies.planning.trial import Measured
+
+_MOSTLY: Final = 0.5
+_MANY_PREEMPTIONS: Final = 0.1
+"""Preemptions per request from which they, not single unlucky requests, are the cause."""
+_CAUSES: Final = {
+    "memory": (Reason.NO_BLOCKS.value, Reason.PREEMPTED.value),
+    "slots": (Reason.NO_SLOT.value,),
+    "batch": (Reason.BATCH.value,),
+    "queue": (Reason.BUDGET.value, Reason.QUEUED.value, Reason.LATE.value, Reason.FAIRNESS.value),
+    "prefill blocking": (Reason.STEP.value,),
+}
+_HOLDERS: Final = frozenset(reason for reasons in _CAUSES.values() for reason in reasons)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What keeps requests from meeting their targets.
+
+    Attributes:
+        target: the one that most of them miss: `ttft`, `tpot`, `e2e` or `refused`; "" if nothing broke.
+        cause: `queue`, `prefill blocking`, `memory`, `slots`, `prefill`, `decode bandwidth`, or `none found`.
+        words: the figures that say so.
+    """
+
+    target: str
+    cause: str
+    words: str
+
+
+def limit_of(measured: Measured | None) -> Limit:
+    """Name what broke in a run that missed its targets.
+
+    The target that most requests miss decides where to look. A late first token is the queue's doing if most of the
+    time passed before the request was scheduled: for want of KV blocks (`memory`), of a slot (`slots`), or since the
+    prompts before it took the token budget (`queue`); else its own prompt took too long (`prefill`). Late later tokens
+    are due to preemptions (`memory`), to prompts in the steps (`prefill blocking`), or to reading weights and KV
+    (`decode bandwidth`).
+    """
+    if measured is None or not any(measured.missed.values()):
+        return Limit(target="", cause="none found", words="it bore every load that was tried")
+    target, num = max(measured.missed.items(), key=lambda item: item[1])
+    whose = f"{num / measured.num_requests:.1%} of the requests "
+    if target == "refused":
+        return Limit(target=target, cause="memory", words=f"{whose}are refused")
+    if target == "ttft":
+        return _late_first_token(measured, whose)
+    return _late_later_tokens(measured, target, whose)
+
+
+def _late_first_token(measured: Measured, whose: str) -> Limit:
+    queueing = measured.late_queueing_share or 0.0
+    words = f"{whose}have a late first token; {queueing:.0%} of their wait is before they are scheduled"
+    if queueing < _MOSTLY:
+        return Limit(target="ttft", cause="prefill", words=f"{words}: their own prompts take too long")
+    held = {reason: seconds for reason, seconds in measured.held_s.items() if reason in _HOLDERS}
+    total = sum(held.values())
+    causes = {cause: sum(held.get(reason, 0.0) for reason in reasons) for cause, reasons in _CAUSES.items()}
+    cause = max(causes, key=lambda name: causes[name]) if total else "queue"
+    told = ", ".join(f"{s / total:.0%} {reason}" for reason, s in sorted(held.items(), key=lambda i: -i[1]) if s)
+    return Limit(target="ttft", cause=cause, words=f"{words}; waiting by reason: {told or 'none told'}")
+
+
+def _late_later_tokens(measured: Measured, target: str, whose: str) -> Limit:
+    name = "gaps between tokens are" if target == "tpot" else "ends are"
+    words = f"{whose}miss {target.upper()}: their {name} late"
+    if measured.num_preemptions > measured.num_requests * _MANY_PREEMPTIONS:
+        return Limit(target=target, cause="memory", words=f"{words}; {measured.num_preemptions} preemptions")
+    prompts = measured.prompt_time_share
+    words = f"{words}; {prompts:.0%} of the busy time is in steps that also compute prompts"
+    cause = "prefill blocking" if prompts >= _MOSTLY else "decode bandwidth"
+    return Limit(target=target, cause=cause, words=words)
