@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from expediter.core.errors import ConfigurationError
-from expediter.studies.claims import qoserve, sarathi, sglang, vtc
+from expediter.studies.claims import distserve, qoserve, sarathi, sglang, vtc
 from expediter.studies.claims.frame import Claim, Conclusion, Effort, Numbers
 from expediter.studies.workers import Task, Workers
 
-CLAIMS: Mapping[str, Claim] = {claim.name: claim for claim in (sarathi.CLAIM, sglang.CLAIM, vtc.CLAIM, qoserve.CLAIM)}
+CLAIMS: Mapping[str, Claim] = {
+    claim.name: claim for claim in (distserve.CLAIM, sarathi.CLAIM, sglang.CLAIM, vtc.CLAIM, qoserve.CLAIM)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ CLAIM = Claim(
     name="vtc",
     title="VTC: in order of arrival the gap between two clients grows without limit; VTC bounds it",
     source="arXiv 2401.00588 (OSDI 2024), figure 3",
-    workload="Two clients send 90 and 180 requests per minute, evenly spaced, of 256 prompt and 256 output tokens each.",
+    workload="Two clients send 90 and 180 requests per minute, evenly spaced, of 256 prompt and 256 output tokens.",
     objective=(
         "Difference of service between the clients: 1 per prompt token, 2 per output token. The bound of VTC is "
         "2 * max(prompt, 2 * tokens that fit the KV memory)."

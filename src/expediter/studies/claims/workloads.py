@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -91,6 +90,11 @@ class SampledLengths:
         pairs = _pairs(self.file)[rng.integers(0, len(_pairs(self.file)), num_requests)]
         return pairs[:, 0], pairs[:, 1]
 
+    def first(self, rng: np.random.Generator, num_requests: int) -> tuple[Ints, Ints]:  # noqa: ARG002 - draws nothing
+        """Return the file's first pairs as they stand there."""
+        pairs = _pairs(self.file)[:num_requests]
+        return pairs[:, 0], pairs[:, 1]
+
 
 @cache
 def _pairs(file: str) -> Ints:
@@ -147,6 +151,6 @@ def with_outputs(trace: Trace, num_output: int) -> Trace:
     return replace(trace, output_tokens=np.minimum(trace.output_tokens, num_output).astype(np.int32))
 
 
-def log_quantile(values: npt.ArrayLike, share: float) -> float:
-    """Return a quantile by interpolation of the logarithms."""
-    return math.exp(float(np.quantile(np.log(np.asarray(values, np.float64)), share)))
+def with_inputs(trace: Trace, num_input: int) -> Trace:
+    """Return the trace with every prompt `num_input` tokens long."""
+    return replace(trace, input_tokens=np.full(len(trace), num_input, np.int32))
