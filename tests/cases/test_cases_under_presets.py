@@ -27,7 +27,7 @@ WHOLE = ("static", "orca", "vllm")
 """Presets that compute prompts whole."""
 RESERVING = ("static", "orca")
 """Presets that reserve memory for the longest output, so that nobody ever lacks a block."""
-UNCACHED = ("static", "orca", "vllm")
+UNCACHED = ("static", "orca", "vllm", "distserve", "splitwise")
 """Presets without a prefix cache."""
 EVERY = pytest.mark.parametrize("preset", PRESET_NAMES)
 PAGED = pytest.mark.parametrize("preset", [name for name in PRESET_NAMES if name not in RESERVING])

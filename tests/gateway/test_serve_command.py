@@ -76,7 +76,24 @@ def test_overrides_reach_the_preset() -> None:
     assert _preset(build_parser().parse_args(["serve"])).name == "sarathi"
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+SPLIT = ("distserve", "mooncake", "splitwise")
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_preset_that_splits_prompts_and_tokens_is_refused(name: str, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="computes prompts and tokens on different replicas"):
+        ServeConfig(model=folder, model_names=("m",), preset=load_preset(name))
+
+
+def test_routing_is_the_presets_or_the_flags() -> None:
+    assert _preset(build_parser().parse_args(["serve", "--preset", "sglang"])).cluster.routing.name == "cache_aware"
+    preset = _preset(build_parser().parse_args(["serve", "--routing", "session"]))
+    assert preset.cluster.routing.name == "session"
+    with pytest.raises(ConfigurationError, match="no routing policy 'psychic'; there are: round_robin, "):
+        _preset(build_parser().parse_args(["serve", "--routing", "psychic"]))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESET_NAMES if name not in SPLIT])
 def test_every_preset_is_served_with_a_budget_that_suits_its_batching(name: str, folder: Path) -> None:
     preset = load_preset(name)
     config = ServeConfig(model=folder, model_names=("m",), preset=preset, max_model_len=100)

@@ -183,7 +183,7 @@ def test_growth_by_one_and_by_runs_fills_the_same_columns():
     blocks = one.take(3)
     for slot, block in zip(slots, blocks, strict=True):
         one.append(np.array([slot]), np.array([block]))
-    runs.append_runs(slots, np.array([0, 0, 1]), runs.take(3))
+    runs.append(slots, runs.take(3), np.array([0, 0, 1]))
     assert one.tables.tolist() == runs.tables.tolist()
     assert one.num_owned.tolist() == runs.num_owned.tolist() == [3, 3, 0, 0]
     runs.check()

@@ -35,6 +35,9 @@ fitted = st.builds(
     per_decode_s=coefficients,
     per_context_token_s=coefficients,
     per_attention_s=coefficients,
+    factors=st.dictionaries(st.integers(1, 2000).map(float), st.floats(0.1, 10), max_size=5).map(
+        lambda factors: tuple(sorted(factors.items()))
+    ),
 )
 
 
@@ -151,6 +154,17 @@ def test_a_fit_finds_the_model_that_made_the_steps(seed):
     fit = fit_step_times(steps)
     for load, elapsed_s in steps:
         assert fit.step_time_s(load) == pytest.approx(elapsed_s, rel=1e-6)
+
+
+def test_a_fit_follows_kernels_that_differ_by_the_number_of_tokens():
+    """As measured with torch on CPU: three rows take longer than four."""
+    measured = {1: 0.056, 2: 0.090, 3: 0.114, 4: 0.087, 8: 0.113, 16: 0.128, 64: 0.250, 256: 0.800}
+    steps = [(features(num_decodes=n, context=100 * n), s) for n, s in measured.items() for _ in range(40)]
+    fit = fit_step_times(steps)
+    for n, seconds in measured.items():
+        assert fit.step_time_s(features(num_decodes=n, context=100 * n)) == pytest.approx(seconds, rel=0.06)
+    between = fit.step_time_s(features(num_decodes=32, context=3200))
+    assert measured[16] < between < measured[64]
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 50), st.floats(1e-5, 10)), min_size=1, max_size=30))

@@ -38,13 +38,13 @@ def check(setup: Setup, asked: GenerationConfig, base: SimulationConfig, attainm
     """Simulate what the bounds rule out, and return which kind of bound it was."""
     bound = bound_of(setup, asked, base, attainment)
     if bound.reason is None:
-        if bound.min_replicas > 1:
+        if bound.min_replicas > setup.least_size:
             assert attained(setup, bound.min_replicas - 1, asked, base, attainment) < attainment
             return "size"
         return ""
     if "fit" in bound.reason or "share evenly" in bound.reason:
         return "memory"
-    for size in (1, 40):  # as many replicas as requests: nobody waits for anybody
+    for size in (setup.least_size, 40):  # as many replicas as requests: nobody waits for anybody
         share = attained(setup, size, asked, base, attainment)
         assert share < attainment
         assert share <= 1 - bound.impossible_share + 1e-9
@@ -55,6 +55,7 @@ def check(setup: Setup, asked: GenerationConfig, base: SimulationConfig, attainm
 def setups(draw) -> Setup:
     preset = draw(st.sampled_from(["sarathi", "sglang", "expediter", "vllm", "orca"]))
     tensor, pipeline = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+    is_split = draw(st.booleans())
     return Setup(
         gpu=draw(st.sampled_from(["a100-80g", "h100", "l40s"])),
         price_per_hour=1.0,
@@ -62,6 +63,8 @@ def setups(draw) -> Setup:
         pipeline_parallel=pipeline,
         preset=preset,
         max_num_batched_tokens=draw(st.sampled_from([256, 2048])) if preset in {"sarathi", "sglang"} else None,
+        prefill_share=draw(st.sampled_from([0.25, 0.5, 0.75])) if is_split else 0.0,
+        decode_tensor_parallel=draw(st.sampled_from([1, 2])) if is_split else 0,
     )
 
 

@@ -8,6 +8,10 @@ refuse_late = true   # rather refused than late, false by default
 
 [api_keys]           # of a server: the tenant's name, and its key
 alice = "..."
+
+[failures]           # of a simulation: the fields of `sim.failures.FailureConfig`
+crash_every_s = 600.0
+crashes = [{replica = 0, at_s = 10.0, down_s = 30.0}]
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import msgspec
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
+from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -34,12 +39,14 @@ class FileConfig:
     Args:
         slo_classes: by name.
         api_keys: a server's keys by tenant; a simulation has no use for them.
+        failures: what goes wrong in a simulation; a server has no use for them.
     Raises:
         ConfigurationError: a name cannot stand in a header or a label, or a key is empty or given twice.
     """
 
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    failures: FailureConfig = NO_FAILURES
 
     def __post_init__(self) -> None:
         for name in (*self.slo_classes, *self.api_keys):
@@ -59,9 +66,41 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     refuse_late: bool = False
 
 
+class _Crash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    replica: int
+    at_s: float
+    down_s: float | None = None
+
+
+class _Slowdown(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    replica: int
+    at_s: float
+    for_s: float
+    factor: float = 3.0
+
+
+class _Failures(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    crashes: list[_Crash] = []
+    slowdowns: list[_Slowdown] = []
+    crash_every_s: float | None = None
+    slow_every_s: float | None = None
+    down_s: float | None = None
+    slow_for_s: float = 10.0
+    slow_factor: float = 3.0
+    lose_transfers: float = 0.0
+    seed: int = 0
+
+    def config(self) -> FailureConfig:
+        fields = msgspec.structs.asdict(self)
+        fields["crashes"] = tuple(Crash(**msgspec.structs.asdict(crash)) for crash in self.crashes)
+        fields["slowdowns"] = tuple(Slowdown(**msgspec.structs.asdict(slowdown)) for slowdown in self.slowdowns)
+        return FailureConfig(**fields)
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     slo_classes: dict[str, _Class] = {}
     api_keys: dict[str, str] = {}
+    failures: _Failures = msgspec.field(default_factory=_Failures)
 
 
 def load_file_config(path: str | Path | None) -> FileConfig:
@@ -75,7 +114,7 @@ def load_file_config(path: str | Path | None) -> FileConfig:
     try:
         content = msgspec.convert(tomllib.loads(Path(path).read_text("utf-8")), _File)
         classes = {name: SloClass(**msgspec.structs.asdict(row)) for name, row in content.slo_classes.items()}
-        return FileConfig(slo_classes=classes, api_keys=content.api_keys)
+        return FileConfig(slo_classes=classes, api_keys=content.api_keys, failures=content.failures.config())
     except OSError as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except (ValueError, ConfigurationError) as error:  # TOML, its encoding, and msgspec's errors are ValueErrors

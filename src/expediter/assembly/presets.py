@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 
 import msgspec
 
+from expediter.control.handoff import transfer_style
 from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
 from expediter.scheduling.build import PolicyConfig
@@ -23,7 +25,7 @@ class ClusterConfig:
         prefill_share: of the replicas that only compute prompts, the others then only decode; 0 where all do both.
         transfer: when KV moves between the two (`control.handoff.TransferStyle`).
     Raises:
-        ConfigurationError: the share is not in [0, 1).
+        ConfigurationError: the share is not in [0, 1), or there is no such style.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -31,6 +33,7 @@ class ClusterConfig:
     transfer: str = "pull"
 
     def __post_init__(self) -> None:
+        transfer_style(self.transfer)
         if not 0 <= self.prefill_share < 1:
             raise ConfigurationError(f"prefill_share must lie in [0, 1), not {self.prefill_share}")
 
@@ -62,6 +65,7 @@ def _files() -> dict[str, str]:
 PRESET_NAMES = tuple(sorted(_files()))
 
 
+@cache
 def load_preset(name: str) -> Preset:
     """Read a preset.
 

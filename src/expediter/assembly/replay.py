@@ -2,7 +2,8 @@
 
 Both share prompts (token by token), times of sending, limits and scheduler; the simulated one takes its
 step times from a model fitted to the live run's own steps. What differs then is what the simulator leaves out: HTTP,
-processes, and steps that take longer or shorter than steps like them do on average.
+processes, and steps that take longer or shorter than steps like them do on average. With a model from another run
+(`ReplayConfig.step_time`) the simulation is a prediction: it knows nothing of the run that it is compared with.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class ReplayConfig:
         prompt_scale, output_scale: lengths as multiples of the trace's.
         load: share of the time that the server needs for the whole slice at once, where the rate is chosen.
         slos: targets, sent with the requests and judged by; several are given to requests in turn.
+        step_time: model to simulate with, of an earlier run; None to fit one to the run's own steps.
     Raises:
         ConfigurationError: a number is not above 0, or there are no targets.
     """
@@ -84,6 +86,7 @@ class ReplayConfig:
     load: float = 0.6
     prompt_scale: float = 1.0
     output_scale: float = 1.0
+    step_time: FittedModel | None = None
 
     def __post_init__(self) -> None:
         if not self.slos:
@@ -118,7 +121,7 @@ class ReplayReport:
     Attributes:
         rate_scale: what was used.
         simulated, model: None if the server offers no steps to fit to (another engine).
-        fit_error: mean relative error of the fitted model on the steps that it was fitted to.
+        fit_error: mean relative error of the model on the steps of the live run.
     """
 
     rate_scale: float
@@ -159,7 +162,8 @@ class Replay:
         if rate is None:
             if info is None:
                 raise ConfigurationError("the server says nothing of its set-up; give a rate scale")
-            rate = await self._rate_for_machine(info, fit_step_times(await self._steps(0)), tokens, lengths)
+            model_so_far = config.step_time or fit_step_times(await self._steps(0))
+            rate = await self._rate_for_machine(info, model_so_far, tokens, lengths)
         arrivals = config.trace.at_rate(rate).arrival_s
         arrivals = arrivals - arrivals[0]
         prompts = [
@@ -172,7 +176,7 @@ class Replay:
         if info is None:
             return ReplayReport(rate_scale=rate, live=live, simulated=None, model=None, fit_error=None)
         steps = await self._steps(since)
-        fitted = fit_step_times(steps)
+        fitted = config.step_time or fit_step_times(steps)
         requests = _as_requests(tokens, lengths, [outcome.sent_s for outcome in outcomes], self._targets())
         return ReplayReport(
             rate_scale=rate,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +17,8 @@ from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
-from expediter.control.handoff import transfer_style
-from expediter.control.routing.build import RoutingConfig, make_router
+from expediter.control.handoff import TransferStyle, transfer_style
+from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -33,6 +34,7 @@ from expediter.perfmodel.memory import host_tier_size, kv_capacity
 from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
 from expediter.perfmodel.shapes import shape_named
+from expediter.perfmodel.transfer import cold_start_s
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
@@ -40,7 +42,8 @@ from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.cluster import Cluster
 from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
-from expediter.sim.journeys import Journeys, TransferConfig
+from expediter.sim.failures import NO_FAILURES, FailureConfig, Failures
+from expediter.sim.journeys import Journeys
 from expediter.sim.loop import EventLoop
 from expediter.sim.metrics import MetricsCollector
 from expediter.sim.network import Link, Network
@@ -49,6 +52,7 @@ from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, PoolReport, Report, build_report
 from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
+from expediter.sim.transfers import TransferConfig
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
@@ -69,11 +73,13 @@ class SimulationConfig:
         replicas: number of them.
         pools: what the cluster consists of, in place of `replicas` that are all alike and do everything; what a pool
             leaves open is as said here, but for the sizes of its parallel groups.
-        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`).
+        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`); None: the preset's.
         transfer_lease_s, transfer_retries: when a transfer counts as lost, and how often it is begun anew.
         network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
         network_latency_s: of that way; None for the GPU's.
         kv_bytes_per_token: what is sent; None for the model's.
+        failures: what goes wrong; replicas are numbered from 0 in the order of their pools.
+        cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
         routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
@@ -110,12 +116,14 @@ class SimulationConfig:
     expert_parallel: int = 1
     replicas: int = 1
     pools: tuple[PoolConfig, ...] = ()
-    transfer: str = "pull"
+    transfer: str | None = None
     transfer_lease_s: float = 30.0
     transfer_retries: int = 1
     network_bandwidth: float | None = None
     network_latency_s: float | None = None
     kv_bytes_per_token: float | None = None
+    failures: FailureConfig = NO_FAILURES
+    cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
     routing: str | RoutingConfig | None = None
@@ -152,7 +160,11 @@ class SimulationConfig:
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be negative, not {value}")
         check_pools(self.pools)
-        transfer_style(self.transfer)
+        self.failures.check(sum(pool.replicas for pool in self.pools) or self.replicas)
+        if self.cold_start_s is not None and not self.cold_start_s > 0:
+            raise ConfigurationError(f"cold_start_s must be above 0, not {self.cold_start_s}")
+        if self.transfer is not None:
+            transfer_style(self.transfer)
 
     @property
     def parallelism(self) -> Parallelism:
@@ -178,6 +190,7 @@ class Simulation:
         description: dict[str, Any],
         timeline: TimelineRecorder | None,
         journeys: Journeys | None,
+        failures: Failures | None,
     ) -> None:
         self.metrics = metrics
         self.explanations: Mapping[str, tuple[Span, ...]] = {}
@@ -188,6 +201,7 @@ class Simulation:
         self._description = description
         self._timeline = timeline
         self._journeys = journeys
+        self._failures = failures
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -219,6 +233,8 @@ class Simulation:
         """
         if isinstance(requests, Trace):
             self._check_classes(requests)  # before the work is done
+            if self._description["routing"] in SESSION_ROUTINGS:
+                requests = requests.with_sessions()
         explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
         self._observers.add(explainer)
         self.explanations = explainer.spans
@@ -228,6 +244,8 @@ class Simulation:
         trace = requests if isinstance(requests, Trace) else None
         groups = requests.groups() if isinstance(requests, Trace) else ((request,) for request in requests)
         self._cluster.run((tuple(map(self._with_targets, group)) for group in groups), progress)
+        if self._failures is not None:
+            self._failures.finish(self.metrics.last_event_s)
         return build_report(
             self.metrics,
             slo=self._config.slo,
@@ -240,6 +258,7 @@ class Simulation:
             timeline=self._timeline,
             pools=self._pools(),
             transfers=None if self._journeys is None else self._journeys.totals,
+            failures=None if self._failures is None else self._failures.totals,
         )
 
     def _pools(self) -> list[PoolReport]:
@@ -311,7 +330,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             does not fit the GPUs.
     """
     pools = pools_of(config)
-    setups = [_resolve(replace(config, **pool.overrides(config), pools=())) for pool in pools]
+    setups = [_resolve(replace(config, **pool.overrides(config), pools=(), failures=NO_FAILURES)) for pool in pools]
     sites = [(pool, setup) for pool, setup in zip(pools, setups, strict=True) for _ in range(pool.replicas)]
     loop = EventLoop()
     sizes = {replica_id: setup.num_blocks for replica_id, (_, setup) in enumerate(sites)}
@@ -320,25 +339,27 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    journeys = None
-    if any(pool.role != "mixed" for pool in pools):
-        journeys = _journeys(config, [pool for pool, _ in sites], loop, observers)
+    journeys, failures = _motion(config, [pool for pool, _ in sites], loop, observers)
+
+    def scheduler(setup: _Setup) -> Scheduler:
+        return build_scheduler(
+            config=setup.limits,
+            cache=CacheConfig(
+                num_blocks=setup.num_blocks,
+                block_size=setup.block_size,
+                prefix_caching=setup.prefix_caching,
+                num_host_blocks=setup.num_host_blocks,
+                block_swap_s=setup.block_swap_s,
+            ),
+            policy=setup.policy,
+            ordering=None if setup.own_ordering is None else setup.own_ordering(),
+            prior=setup.step_time if config.knows_step_time else None,
+        )
+
     replicas = [
         SimulatedReplica(
             replica_id,
-            build_scheduler(
-                config=setup.limits,
-                cache=CacheConfig(
-                    num_blocks=setup.num_blocks,
-                    block_size=setup.block_size,
-                    prefix_caching=setup.prefix_caching,
-                    num_host_blocks=setup.num_host_blocks,
-                    block_swap_s=setup.block_swap_s,
-                ),
-                policy=setup.policy,
-                ordering=None if setup.own_ordering is None else setup.own_ordering(),
-                prior=setup.step_time if config.knows_step_time else None,
-            ),
+            scheduler(setup),
             SimulatedExecutor(
                 num_blocks=setup.num_blocks,
                 block_size=setup.block_size,
@@ -352,27 +373,61 @@ def build_simulation(config: SimulationConfig) -> Simulation:
             loop,
             observers if journeys is None else journeys,
             profile=_profile(config, pool, setup),
+            renew=partial(scheduler, setup),
             jumps=config.jumps,
             probe=timeline,
         )
         for replica_id, (pool, setup) in enumerate(sites)
     ]
-    cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys)
+    cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys, failures)
     description = _description(config, setups[0])
-    return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys)
+    return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys, failures)
+
+
+def _motion(
+    config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers
+) -> tuple[Journeys | None, Failures | None]:
+    """Return what moves requests between replicas, and what makes them fail, where anything does.
+
+    Args:
+        pools: of each replica.
+    """
+    failures = None
+    if not config.failures.is_empty:
+        cold_start_s = {replica_id: _cold_start_s(config, pool) for replica_id, pool in enumerate(pools)}
+        failures = Failures(config.failures, loop, observers, cold_start_s)
+    if failures is None and all(pool.role == "mixed" for pool in pools):
+        return None, None  # each request stays where it was sent
+    network, transfers = _network(config, pools)
+    loses = (lambda: False) if failures is None else failures.loses
+    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None)
+    return journeys, failures
+
+
+def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:
+    if config.cold_start_s is not None:
+        return config.cold_start_s
+    shape, gpu = hardware_of(replace(config, **pool.overrides(config), pools=(), failures=NO_FAILURES))
+    return cold_start_s(shape, gpu, pool.tensor_parallel, pool.pipeline_parallel)
 
 
 def pools_of(config: SimulationConfig) -> tuple[PoolConfig, ...]:
-    """Return the pools of a simulation; without any, one of replicas that are alike and do everything."""
+    """Return the pools of a simulation; without any, its replicas as the preset splits them, all of them alike."""
     if config.pools:
         return config.pools
+    all_mixed = PoolConfig(
+        replicas=config.replicas,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        expert_parallel=config.expert_parallel,
+    )
+    num_prefill = load_preset(config.preset).cluster.num_prefill(config.replicas)
+    if not num_prefill:
+        return (all_mixed,)
+    num_decode = config.replicas - num_prefill
     return (
-        PoolConfig(
-            replicas=config.replicas,
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-            expert_parallel=config.expert_parallel,
-        ),
+        replace(all_mixed, role="prefill", replicas=num_prefill),
+        replace(all_mixed, role="decode", replicas=num_decode),
     )
 
 
@@ -386,15 +441,11 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
     )
 
 
-def _journeys(config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers) -> Journeys:
-    """Return what drives requests across replicas.
-
-    Args:
-        pools: of each replica.
-    """
+def _network(config: SimulationConfig, pools: Sequence[PoolConfig]) -> tuple[Network, TransferConfig]:
     links: dict[int, Link] = {}
     num_layers, kv_bytes = 1, config.kv_bytes_per_token
-    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or config.transfer == "layerwise":
+    style = transfer_style(config.transfer or load_preset(config.preset).cluster.transfer)
+    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or style is TransferStyle.LAYERWISE:
         shape = hardware_of(config)[0]
         num_layers, kv_bytes = shape.num_layers, shape.kv_bytes_per_token if kv_bytes is None else kv_bytes
     for replica_id, pool in enumerate(pools):
@@ -405,12 +456,12 @@ def _journeys(config: SimulationConfig, pools: Sequence[PoolConfig], loop: Event
             latency_s = gpu.network_latency_s if latency_s is None else latency_s
         links[replica_id] = Link(bandwidth=bandwidth * pool.num_gpus_per_replica, latency_s=latency_s)
     transfers = TransferConfig(
-        style=transfer_style(config.transfer),
+        style=style,
         kv_bytes_per_token=kv_bytes or 0.0,
         lease_s=config.transfer_lease_s,
         max_retries=config.transfer_retries,
     )
-    return Journeys(loop, Network(links, num_layers), observers, transfers)
+    return Network(links, num_layers), transfers
 
 
 def _resolve(config: SimulationConfig) -> _Setup:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from expediter.sim.failures import FailureConfig
     from expediter.sim.report import Report
 
 
@@ -23,10 +24,72 @@ def add_cluster_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--transfer",
-        default="pull",
         metavar="STYLE",
-        help="when KV goes from prefill to decode: pull, push or layerwise (default: %(default)s)",
+        help="when KV goes from prefill to decode: pull, push or layerwise (default: the preset's)",
     )
+
+
+def add_failure_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say what goes wrong."""
+    group.add_argument(
+        "--crash",
+        action="append",
+        default=[],
+        metavar="replica=N,at=S[,down=S]",
+        help="lose a replica with its cache; it is back after a cold start, or after down seconds (inf: never)",
+    )
+    group.add_argument(
+        "--slow",
+        action="append",
+        default=[],
+        metavar="replica=N,at=S,for=S[,factor=X]",
+        help="let a replica's steps take 3 or X times as long for a while",
+    )
+    group.add_argument("--crash-every", type=float, metavar="S", help="mean time between random crashes of a replica")
+    group.add_argument("--lose-transfers", type=float, metavar="SHARE", help="share of the transfers that never come")
+    group.add_argument("--failure-seed", type=int, metavar="N", help="of all that fails at random")
+
+
+def failures_of(args: argparse.Namespace, base: FailureConfig) -> FailureConfig:
+    """Return what goes wrong: what the flags say, and what a file says where they say nothing.
+
+    Raises:
+        ConfigurationError: a flag's value cannot be used.
+    """
+    from dataclasses import replace
+
+    from expediter.sim.failures import Crash, Slowdown
+
+    given: dict[str, Any] = {
+        "crash_every_s": args.crash_every,
+        "lose_transfers": args.lose_transfers,
+        "seed": args.failure_seed,
+    }
+    if args.crash:
+        names = {"replica": "replica", "at": "at_s", "down": "down_s"}
+        given["crashes"] = tuple(Crash(**_fields("--crash", text, names, 2)) for text in args.crash)
+    if args.slow:
+        names = {"replica": "replica", "at": "at_s", "for": "for_s", "factor": "factor"}
+        given["slowdowns"] = tuple(Slowdown(**_fields("--slow", text, names, 3)) for text in args.slow)
+    return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def _fields(flag: str, text: str, names: dict[str, str], num_required: int) -> dict[str, Any]:
+    """Read NAME=NUMBER,..., of which the first `num_required` names must be there."""
+    from expediter.core.errors import ConfigurationError
+
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            found[names[name]] = int(value) if name == "replica" else float(value)
+        except (KeyError, ValueError):
+            known = ", ".join(names)
+            raise ConfigurationError(f"{flag} {text!r}: {part!r} is not NAME=NUMBER of the names {known}") from None
+    missing = [name for name in list(names)[:num_required] if names[name] not in found]
+    if missing:
+        raise ConfigurationError(f"{flag} {text!r}: {missing[0]} is missing")
+    return found
 
 
 def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -51,15 +114,21 @@ def hardware_text(setup: dict[str, Any]) -> str:
 
 
 def cluster_facts(report: Report) -> list[tuple[str, str]]:
-    """Return lines of name and text about transfers, if there could be any."""
-    totals = report.transfers
-    if totals is None:
-        return []
-    mean_ms = totals.exposed_s / totals.num_transfers * 1e3 if totals.num_transfers else 0.0
-    text = f"{totals.num_transfers} of {totals.num_bytes / 1e9:.3g} GB together, {mean_ms:.4g} ms exposed on average"
-    if totals.num_lost:
-        text += f"; {totals.num_lost} lost, {totals.num_recomputed} computed again"
-    return [("transfers", text)]
+    """Return lines of name and text about transfers and failures, if there were any."""
+    facts = []
+    totals, failures = report.transfers, report.failures
+    if totals is not None and (totals.num_transfers or totals.num_lost):
+        mean_ms = totals.exposed_s / totals.num_transfers * 1e3 if totals.num_transfers else 0.0
+        text = (
+            f"{totals.num_transfers} of {totals.num_bytes / 1e9:.3g} GB together, {mean_ms:.4g} ms exposed on average"
+        )
+        if totals.num_lost:
+            text += f"; {totals.num_lost} lost, {totals.num_recomputed} computed again"
+        facts.append(("transfers", text))
+    if failures is not None:
+        text = f"{failures.num_crashes} crashes, {failures.down_s:.4g} s down, {failures.num_slowdowns} slowdowns"
+        facts.append(("failures", f"{text}; {failures.num_interrupted} requests went on elsewhere"))
+    return facts
 
 
 def pools_table(report: Report) -> Table:

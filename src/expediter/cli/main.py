@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from expediter import __version__
-from expediter.cli import claims, plan, replay, serve, simulate, trace
+from expediter.cli import claims, compare, plan, replay, serve, simulate, trace
 from expediter.core.errors import ExpediterError
 
-COMMANDS = (serve, simulate, plan, replay, trace, claims)
+COMMANDS = (serve, simulate, compare, plan, replay, trace, claims)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,7 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the user's making are one line on stderr and exit code 2."""
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+    args.words = words  # a report says how to get it again
     try:
         code: int = args.run(args)
     except ExpediterError as error:

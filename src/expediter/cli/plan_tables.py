@@ -55,7 +55,7 @@ def _choices_table(choices: Sequence[Choice]) -> Table:
         low, high = (f"{share:.1%}" for share in (min(choice.attainments), max(choice.attainments)))
         table.add_row(
             str(number),
-            f"{choice.point.replicas} x {setup.gpu} {setup.split}",
+            setup.replicas_text(choice.point.replicas),
             setup.policy,
             f"{choice.point.cost_per_hour:.2f}",
             low if low == high else f"{low} to {high}",

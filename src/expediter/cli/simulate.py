@@ -6,15 +6,25 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from expediter.cli.cluster_flags import add_cluster_flags, cluster_facts, cluster_fields, hardware_text, pools_table
+from expediter.cli.cluster_flags import (
+    add_cluster_flags,
+    add_failure_flags,
+    cluster_facts,
+    cluster_fields,
+    failures_of,
+    hardware_text,
+    pools_table,
+)
 from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from expediter.assembly.simulation import SimulationConfig
     from expediter.core.explanation import Span
     from expediter.sim.distribution import Distribution
     from expediter.sim.report import GroupReport, Report
@@ -29,9 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.set_defaults(run=run)
     what = parser.add_argument_group("what is asked for")
-    what.add_argument(
-        "--trace", required=True, metavar="NAME|FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl; or: demo"
-    )
+    add_trace_flags(what)
     what.add_argument(
         "--rate-scale",
         type=float,
@@ -39,19 +47,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="X",
         help="arrival rate as a multiple of the trace's: 2 is twice as fast (default: 1)",
     )
-    what.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    what.add_argument(
-        "--slo",
-        default="ttft=2,tpot=0.1",
-        metavar="ttft=S,tpot=S,e2e=S",
-        help="targets in seconds of requests without any (default: %(default)s)",
+    system = parser.add_argument_group("what serves it")
+    system.add_argument(
+        "--preset", default="sarathi", metavar="NAME", help="composition of scheduling parts (default: %(default)s)"
     )
-    what.add_argument("--config", metavar="FILE", help="TOML file with the SLO classes that the trace names")
-    what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
-    what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
-    what.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
-    _add_cluster_flags(parser.add_argument_group("what serves it"))
-    _add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
+    add_hardware_flags(system)
+    system.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")
+    add_limit_flags(parser.add_argument_group("limits of each replica (default: the preset's)"))
     _add_policy_flags(parser.add_argument_group("parts of the policy (default: the preset's; a wrong name lists them)"))
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -66,10 +68,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     out.add_argument("--events", metavar="FILE", help="write what happened to each request as JSON lines")
 
 
-def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--preset", default="sarathi", metavar="NAME", help="composition of scheduling parts (default: %(default)s)"
+def add_trace_flags(what: argparse._ArgumentGroup) -> None:
+    """Add what traffic is made of, but for its rate."""
+    what.add_argument(
+        "--trace", required=True, metavar="NAME|FILE", help="Mooncake jsonl, Azure csv or parquet, own jsonl; or: demo"
     )
+    what.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    what.add_argument(
+        "--slo",
+        default="ttft=2,tpot=0.1",
+        metavar="ttft=S,tpot=S,e2e=S",
+        help="targets in seconds of requests without any (default: %(default)s)",
+    )
+    what.add_argument("--config", metavar="FILE", help="TOML file: SLO classes, failures")
+    what.add_argument("--seed", type=int, default=0, help="of the spread of arrivals within coarse ticks (default: 0)")
+    what.add_argument("--no-spread-ticks", action="store_true", help="keep arrivals on a trace's coarse ticks")
+    what.add_argument("--strict", action="store_true", help="stop at the trace's first defect; else it is left out")
+
+
+def add_hardware_flags(group: argparse._ArgumentGroup) -> None:
+    """Add model, GPUs and replicas."""
     group.add_argument(
         "--model",
         default="llama-3.1-8b",
@@ -108,10 +126,10 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     add_cluster_flags(group)
-    group.add_argument("--routing", metavar="NAME", help="routing policy instead of the preset's")
+    add_failure_flags(group)
 
 
-def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
+def add_limit_flags(group: argparse._ArgumentGroup) -> None:
     """Add the scheduler's limits under vLLM's names."""
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="running sequences")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
@@ -138,22 +156,18 @@ def _add_policy_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--preemption-mode", metavar="NAME", help="recompute, swap, or the cheaper of them")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Simulate, print, and write what was asked for.
+def shared_config(args: argparse.Namespace) -> SimulationConfig:
+    """Return the configuration that targets, hardware and limits give, whatever the preset.
 
     Raises:
-        ConfigurationError: the trace or a flag cannot be used.
+        ConfigurationError: a flag cannot be used.
     """
     from expediter.assembly.file_config import load_file_config
-    from expediter.assembly.simulation import (
-        SimulationConfig,
-        build_simulation,
-        prepare_trace,
-    )
+    from expediter.assembly.simulation import SimulationConfig
     from expediter.core.slo import parse_slo
 
-    config = SimulationConfig(
-        preset=args.preset,
+    file_config = load_file_config(args.config)
+    return SimulationConfig(
         model=args.model,
         gpu=args.gpu,
         prices=dict(args.price),
@@ -166,8 +180,29 @@ def run(args: argparse.Namespace) -> int:
         calibration=args.calibration,
         replicas=args.replicas,
         **cluster_fields(args),
+        failures=failures_of(args, file_config.failures),
         slo=parse_slo(args.slo),
-        slo_classes=load_file_config(args.config).slo_classes,
+        slo_classes=file_config.slo_classes,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        num_blocks=args.num_gpu_blocks_override,
+        swap_space_bytes=args.swap_space,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, print, and write what was asked for.
+
+    Raises:
+        ConfigurationError: the trace or a flag cannot be used.
+    """
+    from expediter.assembly.simulation import build_simulation, prepare_trace
+
+    config = replace(
+        shared_config(args),
+        preset=args.preset,
         routing=args.routing,
         ordering=args.ordering,
         batching=args.batching,
@@ -175,12 +210,6 @@ def run(args: argparse.Namespace) -> int:
         budget=args.budget,
         victims=args.victims,
         preemption_mode=args.preemption_mode,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        num_blocks=args.num_gpu_blocks_override,
-        swap_space_bytes=args.swap_space,
         timeline=args.timeline,
     )
     trace = prepare_trace(
@@ -194,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     for line in trace.defects:
         print(f"expediter: {line}", file=sys.stderr)
     simulation = build_simulation(config)
-    with _output(args.events) as events, _output(None if args.json == "-" else args.json) as json_file:
+    with output_file(args.events) as events, output_file(None if args.json == "-" else args.json) as json_file:
         with _progress(len(trace)) as progress:
             report = simulation.run(trace, events=events, progress=progress, explain=args.explain)
         if json_file is not None:
@@ -221,7 +250,7 @@ def _print_explanation(request_id: str, explanations: Mapping[str, tuple[Span, .
 
 
 @contextlib.contextmanager
-def _output(name: str | None) -> Iterator[BinaryIO | None]:
+def output_file(name: str | None) -> Iterator[BinaryIO | None]:
     """Open an output file before the work is done, so that a bad path costs no simulation."""
     from expediter.core.errors import ConfigurationError
 

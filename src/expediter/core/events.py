@@ -192,7 +192,22 @@ class TransferLost:
     source_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaDown:
+    """A replica is gone, with its cache; `until_s` is when it will be back, infinite for never."""
+
+    now_s: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUp:
+    """A replica is back."""
+
+    now_s: float
+
+
+ClusterEvent = Routed | Interrupted | HandedOff | Transferred | TransferLost | ReplicaDown | ReplicaUp
+"""What a cluster adds: for requests on their way between replicas, and of the replicas themselves."""
 Event = Queued | Rejected | Admitted | Preempted | FirstToken | Tokens | Finished
 """What a scheduler reports."""
-JourneyEvent = Routed | Interrupted | HandedOff | Transferred | TransferLost
-"""What a cluster adds for a request on its way between replicas."""

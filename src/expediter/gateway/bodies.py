@@ -20,6 +20,7 @@ MAX_PROMPTS: Final = 256
 MAX_CHOICES: Final = 256
 MAX_STOPS: Final = 16
 MAX_TARGET_MS: Final = 1e9
+MAX_SESSION_CHARS: Final = 256
 
 _INT64_MAX: Final = 2**63 - 1
 PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -65,6 +66,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_hint: Literal["drop"] | PinHint | None = None
+    prompt_cache_key: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
     slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     ttft_ms: TargetMs | None = None
     tpot_ms: TargetMs | None = None

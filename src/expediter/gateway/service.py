@@ -234,6 +234,7 @@ class Service:
                     cache_salt=body.cache_salt or "",
                     cache_hint=_cache_hint(body.cache_hint),
                     tenant=terms.tenant,
+                    session=terms.session,
                     slo=terms.slo,
                     slo_class=terms.slo_class,
                     value=terms.value,

@@ -11,7 +11,7 @@ from typing import Final
 from starlette.datastructures import Headers
 
 from expediter.core.slo import NO_SLO, Slo, SloClass
-from expediter.gateway.bodies import MAX_TARGET_MS, GenerationBody
+from expediter.gateway.bodies import MAX_SESSION_CHARS, MAX_TARGET_MS, GenerationBody
 from expediter.gateway.errors import bad_request
 
 _NUMBER: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
@@ -22,6 +22,7 @@ class Terms:
     """Whose request it is and what it is judged by; fields as in `core.Request`."""
 
     tenant: str = ""
+    session: str = ""
     slo: Slo = NO_SLO
     slo_class: str = ""
     value: float = 1.0
@@ -50,6 +51,7 @@ def terms_of(body: GenerationBody, headers: Headers, classes: Mapping[str, SloCl
     base = SloClass() if name is None else classes[name]
     return Terms(
         tenant=tenant,
+        session=body.prompt_cache_key or _session(headers),
         slo=base.with_targets(own),
         slo_class=name or "",
         value=base.value,
@@ -65,6 +67,13 @@ def _seconds(in_body: float | None, headers: Headers, header: str) -> float | No
             raise bad_request(f"{header} must be a number of milliseconds above 0, at most {MAX_TARGET_MS:.0f}", header)
         return (in_header if in_body is None else in_body) / 1000
     return None if in_body is None else in_body / 1000
+
+
+def _session(headers: Headers) -> str:
+    session = _header(headers, "X-Session-Id") or ""
+    if len(session) > MAX_SESSION_CHARS:
+        raise bad_request(f"X-Session-Id must have at most {MAX_SESSION_CHARS} characters", "X-Session-Id")
+    return session
 
 
 def _header(headers: Headers, name: str) -> str | None:

@@ -192,24 +192,27 @@ class KVCacheManager:
         Raises:
             InvariantError: fewer are available; callers look first.
         """
-        short = count - self.pool.num_free
-        if short <= 0:
+        num_free = self.pool.num_free
+        if count <= num_free:
             return self.pool.pop(count)
-        free = self.pool.pop(self.pool.num_free)
-        evicted = self.tree.evict(short)
+        evicted = self.tree.evict(count - num_free)
         self.pool.refs[evicted] = 1
-        return np.concatenate((free, evicted)) if len(free) else evicted
+        return np.concatenate((self.pool.pop(num_free), evicted)) if num_free else evicted
 
-    def append(self, slots: npt.NDArray[np.int32], blocks: BlockIds) -> None:
-        """Append `blocks[i]` to the table of `slots[i]`; the slots are distinct."""
-        owned = self.num_owned[slots]
-        self.tables[slots, owned] = blocks
-        self.num_owned[slots] = owned + 1
+    def append(
+        self, slots: npt.NDArray[np.int32], blocks: BlockIds, ordinals: npt.NDArray[np.intp] | None = None
+    ) -> None:
+        """Append `blocks[i]` to the table of `slots[i]`.
 
-    def append_runs(self, slots: npt.NDArray[np.int32], ordinals: npt.NDArray[np.int64], blocks: BlockIds) -> None:
-        """Append several blocks per slot: `blocks[i]` becomes the `ordinals[i]`-th new one (from 0) of `slots[i]`."""
-        self.tables[slots, self.num_owned[slots] + ordinals] = blocks
-        np.add.at(self.num_owned, slots, 1)
+        Args:
+            ordinals: which of its slot's new blocks each is, from 0, ascending; None if the slots are distinct.
+        """
+        places = self.num_owned[slots]
+        if ordinals is not None:
+            places += ordinals
+        self.tables[slots, places] = blocks
+        places += 1
+        self.num_owned[slots] = places  # of a slot that comes repeatedly, the last one stays
 
     def commit(self, slot: int, tokens: bytes, salt: str, num_computed: int) -> None:
         """Make the full blocks of the first `num_computed` tokens reusable.

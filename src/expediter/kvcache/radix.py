@@ -218,7 +218,7 @@ class RadixTree:
         evicted: list[BlockIds] = []
         missing = count
         while missing:
-            evicted.append(self._cut(self._pop_leaf(), missing))
+            evicted.append(self._cut(self._first_leaf(), missing))
             missing -= len(evicted[-1])
         return evicted[0] if len(evicted) == 1 else np.concatenate(evicted) if evicted else NO_BLOCKS
 
@@ -352,8 +352,9 @@ class RadixTree:
         self._node_of[node.blocks[num_blocks:]] = -1
         if num_blocks:
             node.tokens = node.tokens[: num_blocks * self._block_bytes]
-            node.blocks = node.blocks[:num_blocks].copy()
-            self._offer(node)
+            node.blocks = node.blocks[:num_blocks]
+            if self._heap[0] != self._entry(node):  # else it is the first candidate as before
+                self._offer(node)
             return
         parent = node.parent
         if parent is None or parent.children is None:
@@ -396,13 +397,15 @@ class RadixTree:
     def _can_shorten(self, node: Node) -> bool:
         return node.children is None and node.parent is not None and not self._pool.refs[node.blocks[-1]]
 
-    def _pop_leaf(self) -> Node:
+    def _first_leaf(self) -> Node:
+        """Return the leaf to be cut next; it stays among the candidates."""
         while self._heap:
-            entry = heapq.heappop(self._heap)
+            entry = self._heap[0]
             node = self._nodes[entry[3]]
             # A stale entry: the node went, was used again, ranks differently, has children or an owner since.
             if node is not None and entry == self._entry(node) and self._can_shorten(node):
                 return node
+            heapq.heappop(self._heap)
         raise InvariantError(f"{self.num_evictable} blocks count as evictable, but no leaf can go")
 
     # -- integrity ----------------------------------------------------------------------------------------------------

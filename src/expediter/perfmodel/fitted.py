@@ -1,9 +1,15 @@
-"""A step-time model fitted to the steps of a live replica."""
+"""A step-time model fitted to the steps of a live replica.
+
+Linear in the features, times a factor that depends on the number of tokens. The factor is what a line cannot follow:
+libraries pick a kernel by the number of rows, and a step of four tokens may take less time than one of three.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log, log2
 from typing import Final
 
 import numpy as np
@@ -14,11 +20,15 @@ from expediter.core.plan import StepFeatures
 
 _FLOOR_S: Final = 1e-6
 """Shortest step that the model predicts; a step time of 0 would stop virtual time."""
+_EXACT_TOKENS: Final = 8
+"""Up to so many tokens, each number has a factor of its own: kernels differ most there."""
+_PRIOR_STEPS: Final = 4
+"""So many steps weigh as much as the line does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedModel:
-    """`StepTimeModel` linear in the features: fixed + tokens + decodes + decode context + prefill attention.
+    """`StepTimeModel`: (fixed + tokens + decodes + decode context + prefill attention) * factor(tokens of the step).
 
     Args:
         fixed_s: per step.
@@ -26,6 +36,8 @@ class FittedModel:
         per_decode_s: per decoding sequence.
         per_context_token_s: per KV token that a decode reads.
         per_attention_s: per unit of `StepFeatures.prefill_attention`.
+        factors: (tokens, factor) by ascending number of tokens; interpolated over its logarithm, constant outside. None
+            at all stands for 1 everywhere.
     """
 
     fixed_s: float
@@ -33,12 +45,12 @@ class FittedModel:
     per_decode_s: float
     per_context_token_s: float
     per_attention_s: float
+    factors: tuple[tuple[float, float], ...] = ()
 
     def step_time_s(self, features: StepFeatures) -> float:
         """Return the duration of one step in seconds, at least a microsecond."""
-        return max(
-            _FLOOR_S, self._without_context_s(features) + self.per_context_token_s * features.decode_context_tokens
-        )
+        linear_s = self._without_context_s(features) + self.per_context_token_s * features.decode_context_tokens
+        return max(_FLOOR_S, linear_s * self._factor(features.num_tokens))
 
     def decode_run_s(self, features: StepFeatures, num_steps: int) -> npt.NDArray[np.float64]:
         """Return the durations of `num_steps` successive decode steps, float64, shape [num_steps]; see the port."""
@@ -47,7 +59,21 @@ class FittedModel:
         grown += features.decode_context_tokens
         grown *= self.per_context_token_s
         grown += self._without_context_s(features)
+        grown *= self._factor(features.num_tokens)
         return np.maximum(_FLOOR_S, grown)
+
+    def _factor(self, num_tokens: int) -> float:
+        """Return the factor; `bisect` and one division, as this is asked for every simulated step."""
+        factors = self.factors
+        if not factors:
+            return 1.0
+        above = bisect_left(factors, (num_tokens,))
+        if above == 0:
+            return factors[0][1]
+        if above == len(factors):
+            return factors[-1][1]
+        (low, low_factor), (high, high_factor) = factors[above - 1], factors[above]
+        return low_factor + (high_factor - low_factor) * log(num_tokens / low) / log(high / low)
 
     def _without_context_s(self, features: StepFeatures) -> float:
         return (
@@ -59,10 +85,11 @@ class FittedModel:
 
 
 def fit_step_times(steps: Sequence[tuple[StepFeatures, float]]) -> FittedModel:
-    """Fit a `FittedModel` to recorded steps by least squares with non-negative coefficients.
+    """Fit a `FittedModel` to recorded steps: least squares with non-negative coefficients, then the factors.
 
     Errors are weighted by 1 / elapsed, so that long prefills do not drown the many short decodes: the fit minimizes
-    the relative error.
+    the relative error. A factor is the median ratio of measured to linear time among steps of about as many tokens,
+    drawn towards 1 where there are few of them.
 
     Args:
         steps: (features, elapsed seconds) of each step; elapsed must be above 0.
@@ -84,12 +111,27 @@ def fit_step_times(steps: Sequence[tuple[StepFeatures, float]]) -> FittedModel:
     scale[scale == 0] = 1.0
     solution = _nonnegative_least_squares(rows / scale, np.ones(len(steps))) / scale
     fixed, per_token, per_decode, per_context, per_attention = solution.tolist()
-    return FittedModel(
+    linear = FittedModel(
         fixed_s=fixed,
         per_prefill_token_s=per_token,
         per_decode_s=per_decode,
         per_context_token_s=per_context,
         per_attention_s=per_attention,
+    )
+    return replace(linear, factors=_factors(linear, steps))
+
+
+def _factors(linear: FittedModel, steps: Sequence[tuple[StepFeatures, float]]) -> tuple[tuple[float, float], ...]:
+    """Return a factor for each group of steps of about as many tokens: each number up to 8, thirds of octaves above."""
+    groups: dict[float, list[float]] = {}
+    for features, elapsed_s in steps:
+        tokens = float(features.num_tokens)
+        if tokens > _EXACT_TOKENS:
+            tokens = _EXACT_TOKENS * 2 ** (round(3 * log2(tokens / _EXACT_TOKENS)) / 3)
+        groups.setdefault(tokens, []).append(elapsed_s / linear.step_time_s(features))
+    return tuple(
+        (tokens, 1.0 + (float(np.median(ratios)) - 1.0) * len(ratios) / (len(ratios) + _PRIOR_STEPS))
+        for tokens, ratios in sorted(groups.items())
     )
 
 

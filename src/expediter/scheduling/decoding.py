@@ -13,6 +13,8 @@ from expediter.core.plan import IntArray
 from expediter.core.request import RequestState
 
 _NO_STOP = np.iinfo(np.int32).min  # no token id, not even a synthetic one of the simulator
+_NO_ROWS = np.empty(0, np.intp)
+_NEVER = 1 << 30
 _FIRST_WIDTH = 64
 
 
@@ -39,13 +41,15 @@ class DecodingBatch:
         self.last_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.states: npt.NDArray[np.object_] = np.empty(max_num_seqs, np.object_)
         # When token k after the first is due: first + k * pace; infinite pace for who has no target.
-        self._first_s: npt.NDArray[np.float64] = np.zeros(max_num_seqs)
-        self._pace_s: npt.NDArray[np.float64] = np.zeros(max_num_seqs)
+        self._due_s: npt.NDArray[np.float64] = np.zeros((2, max_num_seqs))
         self._min_output: IntArray = np.zeros(max_num_seqs, np.int32)
         self._stops: IntArray = np.full((max_num_seqs, 1), _NO_STOP, np.int32)
         # Output tokens by slot, not by row, so that rows can move without moving text.
         self._outputs: IntArray = np.zeros((max_num_seqs, _FIRST_WIDTH), np.int32)
         self.context_tokens = 0
+        # Bounds that spare most steps a look at every row: no output is longer, no row reaches its end before.
+        self._longest_output = 0
+        self._num_steps_left = _NEVER
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
@@ -58,17 +62,19 @@ class DecodingBatch:
         row, request, num_output = self.size, state.request, len(state.output)
         self.size += 1
         computed = state.num_computed_tokens
-        self.counters[:, row] = (computed, num_output, computed - num_blocks_tokens, num_output - request.max_tokens)
+        left = request.max_tokens - num_output
+        self.counters[:, row] = (computed, num_output, computed - num_blocks_tokens, -left)
         self.slots[row] = state.slot
         self.last_tokens[row] = state.output[-1]
         self.states[row] = state
-        self._first_s[row] = state.first_token_s or 0.0
-        self._pace_s[row] = state.pace_s
+        self._due_s[:, row] = (state.first_token_s or 0.0, state.pace_s)
         self._min_output[row] = request.min_tokens
         self._reserve(num_output + 1)
         self._outputs[state.slot, :num_output] = state.output
         self._set_stops(row, request.stop_token_ids)
         self.context_tokens += computed + 1
+        self._longest_output = max(self._longest_output, num_output)
+        self._num_steps_left = min(self._num_steps_left, left)
 
     def leave(self, rows: npt.NDArray[np.intp]) -> list[RequestState]:
         """Remove rows; return their states, brought up to date, in row order."""
@@ -81,26 +87,24 @@ class DecodingBatch:
             state.output.extend(new.tolist())
             state.token_bytes += new.tobytes()
             self.context_tokens -= computed + 1
-            self.num_stopping -= bool(state.request.stop_token_ids)
             left.append(state)
-        keep = np.ones(self.size, bool)
-        keep[rows] = False
-        size = self.size - len(left)
-        self.counters[:, :size] = self.counters[:, : self.size][:, keep]
-        columns = (
-            self.slots,
-            self.last_tokens,
-            self.states,
-            self._first_s,
-            self._pace_s,
-            self._min_output,
-            self._stops,
-        )
-        for column in columns:
-            column[:size] = column[: self.size][keep]
+        self._close_up(rows)
+        self.num_stopping -= sum(bool(state.request.stop_token_ids) for state in left)
+        return left
+
+    def _close_up(self, rows: npt.NDArray[np.intp]) -> None:
+        """Move those who stay to where `rows` were, in order."""
+        is_kept = np.ones(self.size, bool)
+        is_kept[rows] = False
+        (kept,) = is_kept.nonzero()
+        size = len(kept)
+        for column in (self.counters, self.slots, self.last_tokens, self.states, self._due_s, self._min_output):
+            column[..., :size] = column.take(kept, axis=-1)
+        if self.num_stopping:
+            self._stops[:size] = self._stops.take(kept, axis=0)
         self.states[size : self.size] = None
         self.size = size
-        return left
+        self._num_steps_left = -int(self.counters[self.LEFT, :size].max(initial=-_NEVER))
 
     def row_of(self, state: RequestState) -> int:
         """Return the row of a sequence that is in the batch."""
@@ -108,17 +112,18 @@ class DecodingBatch:
 
     def slack_s(self, now_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Return by how long each next token is early, and each row's pace, float64, shape [size]."""
-        pace = self._pace_s[: self.size]
-        return self._first_s[: self.size] + self.counters[self.OUTPUT, : self.size] * pace - now_s, pace
+        first, pace = self._due_s[:, : self.size]
+        return first + self.counters[self.OUTPUT, : self.size] * pace - now_s, pace
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def at_edge(self) -> npt.NDArray[np.intp]:
         """Return the rows whose next token needs a new block."""
-        return np.flatnonzero(self.counters[self.ROOM, : self.size] == 0)
+        rows: npt.NDArray[np.intp] = (self.counters[self.ROOM, : self.size] == 0).nonzero()[0]
+        return rows
 
-    def add_room(self, rows: npt.NDArray[np.intp], num_tokens: int | IntArray) -> None:
-        """Record that `rows` got blocks for `num_tokens` more tokens."""
+    def add_room(self, rows: npt.NDArray[np.intp], num_tokens: int | npt.NDArray[np.intp]) -> None:
+        """Record that `rows` got blocks for `num_tokens` more tokens; if a row comes again, its last number counts."""
         self.counters[self.ROOM, rows] -= num_tokens
 
     def advance(self, tokens: IntArray) -> npt.NDArray[np.intp]:
@@ -132,7 +137,10 @@ class DecodingBatch:
         size, num_steps = self.size, len(tokens)
         counters = self.counters[:, :size]
         output = counters[self.OUTPUT]
-        self._reserve(int(output.max()) + num_steps)
+        self._longest_output += num_steps
+        if self._longest_output > self._outputs.shape[1]:  # the longest may have left since
+            self._longest_output = int(output.max()) + num_steps
+            self._reserve(self._longest_output)
         if num_steps == 1:
             self._outputs[self.slots[:size], output] = tokens[0]
         else:
@@ -141,17 +149,23 @@ class DecodingBatch:
         self.last_tokens[:size] = tokens[-1]
         counters += num_steps
         self.context_tokens += size * num_steps
+        self._num_steps_left -= num_steps
+        if self._num_steps_left and not self.num_stopping:
+            return _NO_ROWS
         done = counters[self.LEFT] == 0
         if self.num_stopping:
             hit = (self._stops[:size] == tokens[-1][:, None]).any(axis=1)
             done |= hit & (output >= self._min_output[:size])
-        return np.flatnonzero(done)
+        rows: npt.NDArray[np.intp] = done.nonzero()[0]
+        return rows
 
     # -- runs of steps (simulation) -----------------------------------------------------------------------------------
 
     def max_run(self, block_size: int, available_blocks: int) -> int:
         """Return in how many steps in a row nobody passes its longest length or lacks a block."""
-        run = -int(self.counters[self.LEFT, : self.size].max())
+        run = self._num_steps_left
+        if self.size * (run // block_size + 1) <= available_blocks:  # nobody takes more than that
+            return run
         room = -self.counters[self.ROOM, : self.size]
 
         def missing_blocks(num_steps: int) -> int:
@@ -168,21 +182,18 @@ class DecodingBatch:
                 short = middle
         return enough
 
-    def edges_in_run(
-        self, num_steps: int, block_size: int
-    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64], IntArray]:
+    def edges_in_run(self, num_steps: int, block_size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """Return the block edges of a run in the order in which single steps would meet them: by step, then row.
 
         Returns:
-            Row and ordinal (0 for a row's first new block in the run) of each edge, and the new blocks per row.
+            Row and ordinal (0 for a row's first new block in the run) of each edge.
         """
         room = -self.counters[self.ROOM, : self.size]
-        counts = (-(-np.maximum(num_steps - room, 0) // block_size)).astype(np.int32)
-        rows = np.repeat(np.arange(self.size), counts)
-        starts = np.cumsum(counts) - counts
-        ordinals = np.arange(len(rows)) - starts[rows]
-        order = np.lexsort((rows, room[rows] + ordinals * block_size))
-        return rows[order], ordinals[order], counts
+        (rows,) = (room < num_steps).nonzero()
+        steps = room[rows, None] + np.arange(0, num_steps, block_size)
+        order = steps.argsort(axis=None, kind="stable")[: np.count_nonzero(steps < num_steps)]
+        places, ordinals = np.divmod(order, steps.shape[1])
+        return rows[places], ordinals
 
     # -- storage ------------------------------------------------------------------------------------------------------
 

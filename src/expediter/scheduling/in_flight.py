@@ -53,13 +53,13 @@ class InFlight:
         self, result: StepResult, running: RunningSet, now_s: float, events: list[Event]
     ) -> list[RequestState]:
         """Append the decodes' tokens; return who ended, out of the running set already."""
-        plan = self.plan
-        columns = np.arange(plan.num_decodes)
+        num_decodes = self.plan.num_decodes
+        tokens, columns = result.tokens[:, :num_decodes], self.plan.sampled[:num_decodes]
         if self._dropped:
-            columns = columns[~np.isin(plan.slots[: plan.num_decodes], list(self._dropped))]
+            columns = columns[~np.isin(self.plan.slots[:num_decodes], list(self._dropped))]
+            tokens = tokens[:, columns]
         if not len(columns):
             return []
-        tokens = result.tokens[:, columns]
         decoding = running.decoding
         events.append(Tokens(now_s, decoding.states[: decoding.size].copy(), tokens, columns))
         return running.advance(tokens, now_s)
@@ -75,6 +75,8 @@ class InFlight:
     ) -> list[RequestState]:
         """Record what the chunks computed and append the tokens of those that caught up; return who ended."""
         plan, chunked = self.plan, self.chunks
+        if not chunked.states:
+            return []
         for index, state in enumerate(chunked.states, start=plan.num_decodes):
             if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
                 running.compute(state, int(plan.lengths[index]))

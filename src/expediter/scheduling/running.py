@@ -239,20 +239,22 @@ class RunningSet:
         Args:
             make_room: takes one running sequence out; called until the others' needs are met.
         """
-        rows = self.decoding.at_edge()
-        while len(rows) > self.kv.num_available_blocks:
+        decoding, kv = self.decoding, self.kv
+        rows = decoding.at_edge()
+        while len(rows) > kv.num_available_blocks:
             make_room()
-            rows = self.decoding.at_edge()
+            rows = decoding.at_edge()
         if len(rows):
-            self.kv.append(self.decoding.slots[rows], self.kv.take(len(rows)))
-            self.decoding.add_room(rows, self.kv.block_size)
+            kv.append(decoding.slots[rows], kv.take(len(rows)))
+            decoding.add_room(rows, kv.block_size)
 
     def grow_for_run(self, num_steps: int) -> None:
         """Give the decoding sequences the blocks of `num_steps` steps, the first of which has its blocks already."""
-        decoding, block_size = self.decoding, self.kv.block_size
-        rows, ordinals, counts = decoding.edges_in_run(num_steps, block_size)
-        self.kv.append_runs(decoding.slots[rows], ordinals, self.kv.take(len(rows)))
-        decoding.add_room(np.arange(decoding.size), counts * block_size)
+        decoding = self.decoding
+        rows, ordinals = decoding.edges_in_run(num_steps, self.kv.block_size)
+        if len(rows):
+            self.kv.append(decoding.slots[rows], self.kv.take(len(rows)), ordinals)
+            decoding.add_room(rows, (ordinals + 1) * self.kv.block_size)
 
     def check(self) -> None:
         """Verify slots and blocks against each other.

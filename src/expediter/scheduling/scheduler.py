@@ -325,6 +325,12 @@ class Scheduler:
         self._queue_is_stuck = False
         return tuple(self._passage.departure_of(m, self.kv.landings.find(m.sequence)) for m in members)
 
+    def evacuate(self, now_s: float) -> list[tuple[Departure, ...]]:
+        """Take every request out, group by group: the replica is lost, the step in flight with it."""
+        self._in_flight = None
+        found = (self.extract(request_id, now_s) for request_id in list(self._requests))
+        return [departures for departures in found if departures]
+
     def collect(self, request_id: str) -> Departure | None:
         """Return once what a request left behind that was added with `keep` and has ended by itself.
 

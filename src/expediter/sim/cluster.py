@@ -9,6 +9,7 @@ from expediter.control.fleet import Fleet
 from expediter.control.routing.base import Placement, RouteQuery, Router
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
+from expediter.sim.failures import Failures
 from expediter.sim.journeys import Journeys
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer
@@ -24,6 +25,7 @@ class Cluster:
 
     Args:
         journeys: drives requests that may need more than one replica; None if each stays where it was sent.
+        failures: lets replicas fail; needs `journeys`.
     Attributes:
         fleet: the replicas as the router sees them.
     """
@@ -35,6 +37,7 @@ class Cluster:
         loop: EventLoop,
         observer: Observer,
         journeys: Journeys | None = None,
+        failures: Failures | None = None,
     ) -> None:
         self._replicas = {replica.replica_id: replica for replica in replicas}
         self._router = router
@@ -49,6 +52,7 @@ class Cluster:
             replica.on_load_change = partial(self.fleet.mark, replica.replica_id)
         self._progress: Callable[[int], None] | None = None
         self._journeys = journeys
+        self._failures = failures
         if journeys is not None:
             journeys.enter(self._replicas, self.fleet, router)
 
@@ -70,7 +74,11 @@ class Cluster:
         self._pending = iter(groups)
         self._progress = progress
         self._expect_next()
+        if self._failures is not None and self._journeys is not None:
+            self._failures.begin(self._replicas, self._journeys, lambda: self._next is not None)
         self._loop.run()
+        if self._journeys is not None:
+            self._journeys.finish()
         if progress is not None:
             progress(self._num_arrived)
 

@@ -7,6 +7,7 @@ is a function of trace, seed and configuration: the same run gives the same byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
@@ -15,14 +16,16 @@ import msgspec
 from expediter.control.routing.base import Decision, Placement
 from expediter.core.events import (
     Admitted,
+    ClusterEvent,
     Event,
     Finished,
     FirstToken,
     HandedOff,
     Interrupted,
-    JourneyEvent,
     Preempted,
     Rejected,
+    ReplicaDown,
+    ReplicaUp,
     Routed,
     TransferLost,
     Transferred,
@@ -44,12 +47,14 @@ class EventLog:
             request.request_id,
             {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_tokens},
         )
+        if isinstance(decision, Placement) and decision.replica_id < 0:
+            return  # no replica is up: it is routed when one is
         if isinstance(decision, Placement):
             self._write(now_s, "routed", request.request_id, {"replica": decision.replica_id})
         else:
             self._write(now_s, "rejected", request.request_id, {"reason": decision.reason.value})
 
-    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for event in events:
             facts: dict[str, Any]
             match event:
@@ -77,12 +82,20 @@ class EventLog:
                 case Rejected():
                     facts = {"reason": event.reason.value, "message": event.message}
                     self._write(event.now_s, "rejected", event.request_id, {"replica": replica_id, **facts})
+                case ReplicaDown() | ReplicaUp():
+                    self._write_replica(replica_id, event)
                 case Routed() | Interrupted() | HandedOff() | Transferred() | TransferLost():
                     self._move(replica_id, event)
                 case _:  # Queued is the arrival's own line
                     pass
 
-    def _move(self, replica_id: int, event: JourneyEvent) -> None:
+    def _write_replica(self, replica_id: int, event: ReplicaDown | ReplicaUp) -> None:
+        line: dict[str, Any] = {"t": event.now_s, "event": "replica_up", "replica": replica_id}
+        if isinstance(event, ReplicaDown):
+            line |= {"event": "replica_down", "until": event.until_s if math.isfinite(event.until_s) else None}
+        self._file.write(self._encoder.encode(line) + b"\n")
+
+    def _move(self, replica_id: int, event: Routed | Interrupted | HandedOff | Transferred | TransferLost) -> None:
         name, facts = "routed", dict[str, Any]()
         match event:
             case Interrupted():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from expediter.control.routing.base import Decision, Placement, Refusal
 from expediter.core.errors import InvariantError
-from expediter.core.events import Admitted, Event, Finished, FirstToken, JourneyEvent, Preempted, Rejected, RejectReason
+from expediter.core.events import Admitted, ClusterEvent, Event, Finished, FirstToken, Preempted, Rejected, RejectReason
 from expediter.core.request import FinishReason, Request
 from expediter.core.slo import NO_SLO, Slo
 from expediter.sim.distribution import Sample
@@ -221,7 +221,7 @@ class MetricsCollector:
         if isinstance(decision, Refusal):
             self._end(request.request_id, Outcome.REJECTED, now_s)
 
-    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for event in events:
             match event:
                 case Admitted():

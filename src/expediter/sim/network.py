@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from expediter.core.errors import ConfigurationError
 from expediter.perfmodel.transfer import layerwise_exposed_s
@@ -30,6 +31,16 @@ class Link:
             raise ConfigurationError(f"the latency of a link must not be negative, not {self.latency_s} s")
 
 
+class Passage(NamedTuple):
+    """A transfer's place on both ways: from `began_s` to `sent_s` it has them, at `end_s` its last byte arrives."""
+
+    source: int
+    target: int
+    began_s: float
+    sent_s: float
+    end_s: float
+
+
 class Network:
     """Sends bytes between replicas, first come, first served on every way out and every way in.
 
@@ -48,15 +59,15 @@ class Network:
 
     def send(
         self, source: int, target: int, num_bytes: int, now_s: float, *, layers_since_s: float | None = None
-    ) -> float:
-        """Take a transfer's place on both ways; return when its last byte arrives.
+    ) -> Passage:
+        """Take a transfer's place on both ways.
 
         Args:
             now_s: when all of it is there to be sent.
             layers_since_s: since when its layers have been coming out one by one, to be sent; None if they did not.
         """
         if num_bytes <= 0:
-            return now_s
+            return Passage(source, target, now_s, now_s, now_s)
         a, b = self._links[source], self._links[target]
         free_s = max(self._out_free_s[source], self._in_free_s[target])
         duration_s = num_bytes / min(a.bandwidth, b.bandwidth)
@@ -66,8 +77,11 @@ class Network:
             overlapped_s = max(0.0, now_s - max(layers_since_s, free_s))
             sent_s = max(now_s, free_s) + layerwise_exposed_s(duration_s, overlapped_s, self._num_layers)
         self._out_free_s[source] = self._in_free_s[target] = sent_s
-        return sent_s + max(a.latency_s, b.latency_s)
+        return Passage(source, target, max(now_s, free_s), sent_s, sent_s + max(a.latency_s, b.latency_s))
 
-    def reset(self, replica: int) -> None:
-        """Forget what was queued for a replica that has gone; the other ends keep their places."""
-        self._out_free_s[replica] = self._in_free_s[replica] = 0.0
+    def give_up(self, passage: Passage, now_s: float) -> None:
+        """Stop a transfer: the ways are free for those that come, but who queues behind it keeps its place."""
+        free_s = max(passage.began_s, min(now_s, passage.sent_s))
+        for ways, end in ((self._out_free_s, passage.source), (self._in_free_s, passage.target)):
+            if ways[end] == passage.sent_s:
+                ways[end] = free_s

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from expediter.control.routing.base import Decision, Refusal
-from expediter.core.events import Event, Finished, JourneyEvent, Rejected
+from expediter.core.events import ClusterEvent, Event, Finished, Rejected
 from expediter.core.explanation import Reason, Span
 from expediter.core.request import Request
 
@@ -18,7 +18,7 @@ class Observer(Protocol):
         """A request came in and was sent to a replica, or refused: then nothing follows."""
         ...
 
-    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         """A replica's scheduler reported events, or a request moved from or to that replica.
 
         `Tokens`, one per step, are left out.
@@ -55,7 +55,7 @@ class Observers:
         for observer in self._observers:
             observer.arrived(request, decision, now_s)
 
-    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for observer in self._observers:
             observer.record(replica_id, events)
 
@@ -79,7 +79,7 @@ class Explainer:
         if isinstance(decision, Refusal) and request.request_id in self._wanted:
             self.spans[request.request_id] = (Span(now_s, now_s, Reason.REJECTED, {"cause": decision.message}),)
 
-    def record(self, replica_id: int, events: Sequence[Event | JourneyEvent]) -> None:
+    def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for event in events:
             if isinstance(event, Finished | Rejected) and event.request_id in self._wanted:
                 spans = self._ask(replica_id, event.request_id, event.now_s)

@@ -12,7 +12,8 @@ from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot, Role
 from expediter.core.errors import InvariantError
 from expediter.core.events import Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepFeatures, StepPlan
-from expediter.core.request import Request
+from expediter.core.request import Carried, Request
+from expediter.scheduling.passage import Departure
 from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.executor import SimulatedExecutor
 from expediter.sim.loop import EventKind, EventLoop
@@ -32,6 +33,7 @@ class SimulatedReplica:
 
     Args:
         profile: what a router may rely on; the cache is asked here.
+        renew: returns a scheduler as at the beginning, for a replica that can be lost and come back.
         jumps: False to run every step as an event of its own, for comparison.
         probe: looks at the load over time, if anybody wants to.
     Attributes:
@@ -41,6 +43,7 @@ class SimulatedReplica:
         budget_shares: sum over those of the share of the token budget that they used.
         on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
             duration of each step; None for nobody.
+        incarnation: how often it was lost.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
     """
 
@@ -53,12 +56,16 @@ class SimulatedReplica:
         observer: Observer,
         *,
         profile: ReplicaProfile = MIXED,
+        renew: Callable[[], Scheduler] | None = None,
         jumps: bool = True,
         probe: Probe | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.scheduler = scheduler
         self.profile = replace(profile, cached_tokens=self.num_cached_tokens)
+        self.incarnation = 0
+        self._renew = renew
+        self._slowness = 1.0
         self.num_steps = 0
         self.num_prompt_steps = 0
         self.budget_shares = 0.0
@@ -141,6 +148,46 @@ class SimulatedReplica:
         """Pass on what a posted action made the scheduler say."""
         self._emit(events)
 
+    def crash(self, now_s: float) -> list[tuple[Departure, ...]]:
+        """Lose the cache, what was posted and the step in progress; return what the requests have, group by group.
+
+        Raises:
+            InvariantError: it cannot be lost.
+        """
+        if self._renew is None:
+            raise InvariantError(f"replica {self.replica_id} cannot be lost")
+        self._settle(now_s)
+        lost = self.scheduler.evacuate(now_s)
+        lost += [tuple(Departure(r, Carried(), None) for r in group) for group, _ in self._inbox]
+        self._inbox.clear()
+        self._posted.clear()
+        self._prompt_tokens.clear()
+        self._num_inbox_tokens = self._num_context_tokens = 0
+        self.scheduler = self._renew()
+        self.incarnation += 1
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        self._look(now_s)
+        return lost
+
+    def _settle(self, now_s: float) -> None:
+        """Let the steps of a jump that are over by now have happened, and cancel the rest."""
+        plan, num_steps = self._plan, bisect_right(self._ends_s, now_s)
+        if plan is None:
+            return
+        self._loop.cancel(self._end_ticket)
+        self._plan = None
+        if num_steps:
+            self.scheduler.repeat(plan, num_steps)
+            self.num_steps += num_steps
+            result = self._executor.result(plan, self._durations_s[:num_steps])
+            self._emit(self.scheduler.apply(result, self._ends_s[num_steps - 1]))
+
+    def slow_down(self, factor: float, now_s: float) -> None:
+        """Let steps take `factor` times as long from the next one on."""
+        self._slowness = factor
+        self._interrupt(now_s)
+
     def _interrupt(self, now_s: float) -> None:
         """Plan as soon as the step in progress has ended."""
         if self._plan is None:
@@ -195,6 +242,8 @@ class SimulatedReplica:
             self.budget_shares += plan.features.num_tokens / plan.budget_tokens
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps and not self._posted else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
+        if self._slowness != 1.0:
+            self._durations_s = [duration_s * self._slowness for duration_s in self._durations_s]
         # One addition per step, from the left, as single steps would do it.
         self._ends_s = list(accumulate(self._durations_s, initial=now_s))[1:]
         if num_steps > 1:

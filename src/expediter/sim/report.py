@@ -10,11 +10,12 @@ import msgspec
 
 from expediter.core.slo import Slo
 from expediter.sim.distribution import Distribution, Sample
-from expediter.sim.journeys import TransferTotals
+from expediter.sim.failures import FailureTotals
 from expediter.sim.metrics import Groups, MetricsCollector, Outcome, RequestCounts, Tally
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.timeline import Timeline, TimelineRecorder
 from expediter.sim.trace import TraceSummary
+from expediter.sim.transfers import TransferTotals
 
 CURVE_PERCENTS: Final = (*map(float, range(0, 100, 2)), 99.0, 99.5, 99.9, 100.0)
 """At which percents of the requests the curves are given."""
@@ -136,6 +137,7 @@ class Report:
         configuration: what was simulated.
         pools: the replicas, pool by pool.
         transfers: of KV between replicas, if there could be any.
+        failures: what went wrong, if anything could.
         timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """
 
@@ -166,6 +168,7 @@ class Report:
     configuration: dict[str, Any]
     pools: Sequence[PoolReport]
     transfers: TransferTotals | None
+    failures: FailureTotals | None
     timeline: Timeline | None
     curves: Curves | None
 
@@ -187,6 +190,7 @@ def build_report(
     timeline: TimelineRecorder | None = None,
     pools: Sequence[PoolReport] = (),
     transfers: TransferTotals | None = None,
+    failures: FailureTotals | None = None,
 ) -> Report:
     """Return the report on a simulation that has ended; with timeline and curves if there is a `timeline`.
 
@@ -224,6 +228,7 @@ def build_report(
         configuration=configuration,
         pools=pools,
         transfers=transfers,
+        failures=failures,
         timeline=None if timeline is None else timeline.finish(metrics.last_event_s),
         curves=None if timeline is None else _curves(total),
     )

@@ -37,6 +37,7 @@ class Trace:
         prefix_block_tokens: tokens per prefix id.
         priorities: int32, shape [n], or None for all 0.
         tenants: names, or None for no names.
+        sessions: names, "" for none, or None if no request has one; see `with_sessions`.
         cache_hints: what to do with each request's KV when it ends, or None for no hints.
         num_sequences: sequences of each request, int32, at least 1, shape [n], or None for one each.
         slo_classes: names, "" for none, or None if no request has one.
@@ -57,6 +58,7 @@ class Trace:
     prefix_block_tokens: int
     priorities: npt.NDArray[np.int32] | None = None
     tenants: tuple[str, ...] | None = None
+    sessions: tuple[str, ...] | None = None
     cache_hints: tuple[CacheHint | None, ...] | None = None
     num_sequences: npt.NDArray[np.int32] | None = None
     slo_classes: tuple[str, ...] | None = None
@@ -96,6 +98,7 @@ class Trace:
             prefix_offsets=offsets,
             priorities=None if self.priorities is None else self.priorities[:n],
             tenants=None if self.tenants is None else self.tenants[:n],
+            sessions=None if self.sessions is None else self.sessions[:n],
             cache_hints=None if self.cache_hints is None else self.cache_hints[:n],
             num_sequences=None if self.num_sequences is None else self.num_sequences[:n],
             slo_classes=None if self.slo_classes is None else self.slo_classes[:n],
@@ -114,6 +117,28 @@ class Trace:
         first = self.arrival_s[0]
         arrival_s = first + (self.arrival_s - first) / rate_scale
         return replace(self, arrival_s=arrival_s, rate_scale=self.rate_scale * rate_scale)
+
+    def with_sessions(self) -> Trace:
+        """Return the trace with the sessions that its prefixes show, unless it names some, or has no prefixes.
+
+        A request continues the session of an earlier one whose whole prompt, up to its last full block, its own begins
+        with; of several it is the longest. A session goes on once from each of its turns: a second request that begins
+        with the same turn begins another. So requests that share a system prompt are no session, and turns are.
+        """
+        if self.sessions is not None or not len(self.prefix_ids):
+            return self
+        ends: dict[int, str] = {}
+        sessions = []
+        num_full = (self.input_tokens // self.prefix_block_tokens).tolist()
+        offsets = self.prefix_offsets.tolist()
+        for row, most in enumerate(num_full):
+            ids = self.prefix_ids[offsets[row] : offsets[row + 1]].tolist()[:most]
+            end = next((each for each in reversed(ids) if each in ends), None)
+            session = f"s{row:07d}" if end is None else ends.pop(end)
+            sessions.append(session)
+            if ids:
+                ends[ids[-1]] = session
+        return replace(self, sessions=tuple(sessions))
 
     def groups(self) -> Iterator[tuple[Request, ...]]:
         """Yield the requests in order of arrival, each with its sequences; a prompt is made when it is asked for.
@@ -142,6 +167,7 @@ class Trace:
             max_tokens=num_output,
             priority=0 if self.priorities is None else int(self.priorities[row]),
             tenant="" if self.tenants is None else self.tenants[row],
+            session="" if self.sessions is None else self.sessions[row],
             cache_hint=None if self.cache_hints is None else self.cache_hints[row],
             slo=NO_SLO if self.slos is None else self.slos[row],
             slo_class="" if self.slo_classes is None else self.slo_classes[row],

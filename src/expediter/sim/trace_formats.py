@@ -32,7 +32,7 @@ FORMATS: Final = (
     "vLLM's request log as csv (arrival_time, num_prompt_tokens, num_generation_tokens)",
     "SGLang's request log as csv (request_received_ts, prompt_tokens, completion_tokens)",
     "Expediter jsonl (arrival_s, input_tokens, output_tokens"
-    "[, prefix_ids, prefix_block_tokens, priority, tenant, cache_hint, n, slo_class, ttft_s, tpot_s, e2e_s])",
+    "[, prefix_ids, prefix_block_tokens, priority, tenant, session, cache_hint, n, slo_class, ttft_s, tpot_s, e2e_s])",
 )
 _MOONCAKE_BLOCKS: Final = (512, 16)
 _CSV_COLUMNS: Final = (

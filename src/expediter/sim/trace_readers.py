@@ -9,7 +9,7 @@ Formats, recognised by content (gzip is seen through, CRLF and a byte order mark
 - **vLLM's and SGLang's request logs** as CSV: `arrival_time`, `num_prompt_tokens`, `num_generation_tokens` (vLLM's
   per-request statistics), or `request_received_ts`, `prompt_tokens`, `completion_tokens` (SGLang's `meta_info`).
 - **Expediter** jsonl: `arrival_s`, `input_tokens`, `output_tokens`; optionally `prefix_ids` with `prefix_block_tokens`
-  (512 if absent, one size per file), `priority` (lower runs first), `tenant`, `cache_hint` (`"drop"` or
+  (512 if absent, one size per file), `priority` (lower runs first), `tenant`, `session`, `cache_hint` (`"drop"` or
   `{"pin_s": 30}`) and `n` (sequences of the prompt, each of which has `output_tokens`; 1 if absent).
 
 Rules:
@@ -190,6 +190,7 @@ class _Columns:
         self.prefix_counts = array("q")
         self.priorities = array("i")
         self.tenants: list[str] = []
+        self.sessions: list[str] = []
         self.cache_hints: list[CacheHint | None] = []
         self.num_sequences = array("i")
         self.slo_classes: list[str] = []
@@ -209,6 +210,7 @@ class _Columns:
         self.priorities.append(row.priority)
         self.num_sequences.append(row.n)
         self._add_to(self.tenants, row.tenant, "")
+        self._add_to(self.sessions, row.session, "")
         self._add_to(self.slo_classes, row.slo_class, "")
         hint = row.cache_hint
         pin_s = hint.pin_s if isinstance(hint, PinHint) else 0.0
@@ -238,6 +240,7 @@ class _Columns:
             prefix_block_tokens=self.prefix_block_tokens,
             priorities=np.array(self.priorities, np.int32) if any(self.priorities) else None,
             tenants=tuple(self.tenants) or None,
+            sessions=tuple(self.sessions) or None,
             cache_hints=tuple(self.cache_hints) or None,
             num_sequences=np.array(self.num_sequences, np.int32) if any(n > 1 for n in self.num_sequences) else None,
             slo_classes=tuple(self.slo_classes) or None,
@@ -266,6 +269,7 @@ def _sorted(trace: Trace) -> Trace:
         prefix_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         priorities=None if trace.priorities is None else trace.priorities[order],
         tenants=_picked(trace.tenants, order),
+        sessions=_picked(trace.sessions, order),
         cache_hints=_picked(trace.cache_hints, order),
         num_sequences=None if trace.num_sequences is None else trace.num_sequences[order],
         slo_classes=_picked(trace.slo_classes, order),

@@ -46,6 +46,7 @@ class TraceRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     prefix_block_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)] = 512
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     tenant: str = ""
+    session: str = ""
     cache_hint: Literal["drop"] | PinHint | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
     slo_class: str = ""

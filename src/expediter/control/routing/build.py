@@ -123,6 +123,8 @@ ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig], Router]]] = {
         decode_time_s=config.decode_time_s,
     ),
 }
+SESSION_ROUTINGS: Final = frozenset({"session", "consistent_hash"})
+"""Those that look at a request's session."""
 
 
 def make_router(config: RoutingConfig) -> Router:

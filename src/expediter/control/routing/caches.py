@@ -10,6 +10,7 @@ import numpy.typing as npt
 from expediter.control.fleet import Fleet
 from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES, PrefixIndex, cached_tokens
 from expediter.control.routing.base import RouteQuery
+from expediter.core.request import Request
 
 
 class CacheView(Protocol):
@@ -38,7 +39,7 @@ class IndexedCaches:
         self.index = PrefixIndex(block_tokens=block_tokens, max_bytes=max_bytes)
         self._generation = 0
         self._stays: dict[int, int] = {}
-        self._asked: tuple[str, list[int]] = ("", [])
+        self._asked: tuple[Request | None, list[int]] = (None, [])
 
     def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
         self._follow(fleet)
@@ -51,8 +52,8 @@ class IndexedCaches:
 
     def _keys(self, query: RouteQuery) -> list[int]:
         request = query.request
-        if self._asked[0] != request.request_id:
-            self._asked = request.request_id, self.index.keys(request.prompt, request.cache_salt)
+        if self._asked[0] is not request:
+            self._asked = request, self.index.keys(request.prompt, request.cache_salt)
         return self._asked[1]
 
     def _follow(self, fleet: Fleet) -> None:

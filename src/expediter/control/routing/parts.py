@@ -87,20 +87,22 @@ class TenantShare:
 
 
 class TokensToCompute(_Forgetful):
-    """Prompt tokens that are computed before this request's first token, its own without a hit included.
+    """Prompt tokens that are computed before its first token, and what its own cost those who are there already.
 
-    A hit counts for as many tokens as it saves and no more, and a miss goes where least has to be computed first,
-    never to whoever holds least.
+    Its own tokens, those without a hit, count once for itself and once for each request that waits or decodes beside
+    them. Without those others a hit would be worth less, the longer the queues are, and given up just when every token
+    that is computed again makes them longer. A miss goes where least has to be computed, never to whoever holds least.
 
     Args:
-        request_tokens: what a request that is there counts for beside its prompt: it decodes.
+        request_tokens: what a request that is there counts for beside its prompt, where all else is equal.
     """
 
     def __init__(self, request_tokens: float = 32.0) -> None:
         self._request_tokens = request_tokens
 
     def costs(self, view: View) -> Floats:
-        return view.columns.pending + view.new + self._request_tokens * view.columns.requests
+        columns = view.columns
+        return columns.pending + view.new * (1 + columns.requests) + self._request_tokens * columns.requests
 
     def because(self, view: View, place: int) -> str:
         if view.cached[place]:
@@ -109,13 +111,16 @@ class TokensToCompute(_Forgetful):
 
 
 class PredictedTtft(_Forgetful):
-    """Time to the first token: what is queued there, then what is not cached of the prompt, by the replica's speed.
+    """Time to the first token, and the time that the prompt takes from those who are there already.
 
-    Both depend on the step-time model: attention to a long cached prefix takes time too, and decodes slow prompts down.
+    The first is what is queued there and what is not cached of the prompt, by the replica's speed: attention to a long
+    cached prefix takes time, too, and decodes slow prompts down. The second is the prompt's own part once more for each
+    of them (see `TokensToCompute`).
     """
 
     def costs(self, view: View) -> Floats:
-        return view.columns.queue_s + view.columns.prefill_s(view.new, view.cached)
+        columns = view.columns
+        return columns.queue_s + columns.prefill_s(view.new, view.cached) * (1 + columns.requests)
 
     def because(self, view: View, place: int) -> str:
         queue_s = view.columns.queue_s[place]
@@ -214,7 +219,7 @@ class FullestThatMeets(_Forgetful):
     """The most loaded replica that still meets the request's targets, so that the rest can be taken away.
 
     Met: the first token is expected within `margin` of its target, and so is a decode step with one more in it. If
-    nobody meets them, who comes closest gets it.
+    nobody meets them, who comes closest gets it; a request without targets goes where it waits least.
 
     Source: PolyServe (2025).
     """
@@ -227,6 +232,8 @@ class FullestThatMeets(_Forgetful):
         ttft_s = columns.queue_s + columns.prefill_s(view.new, view.cached)
         step_s = columns.decode_step_s(view.query.num_sequences, view.query.num_prompt_tokens)
         lateness = np.zeros(len(ttft_s))
+        if slo.ttft_s is None and slo.tpot_s is None:
+            return ttft_s  # nothing is late: no reason to let anybody wait
         if slo.ttft_s is not None:
             lateness = np.maximum(lateness, ttft_s / (self._margin * slo.ttft_s))
         if slo.tpot_s is not None:
@@ -234,5 +241,7 @@ class FullestThatMeets(_Forgetful):
         return np.where(lateness <= 1, -1 - columns.context - columns.pending, lateness)
 
     def because(self, view: View, place: int) -> str:
-        tokens = view.columns.context[place]
+        slo, tokens = view.query.slo, view.columns.context[place]
+        if slo.ttft_s is None and slo.tpot_s is None:
+            return "it has no targets, and its first token is expected soonest there"
         return f"with {tokens:.0f} prompt tokens in flight it is the fullest of those that still meet the targets"

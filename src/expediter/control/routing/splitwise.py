@@ -28,16 +28,17 @@ class Splitwise(HandsOffToLeastLoaded):
         self._lent: dict[Side, dict[int, int]] = {"prefill": {}, "decode": {}}
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:
-        if not fleet.ids("prefill") and not fleet.ids("decode"):
+        if not len(fleet):
             return NO_REPLICA
         self._take_back(fleet)
         prompt, why_prompt = self._prompt_replica(fleet)
         tokens, why_tokens = self._token_replica(query, fleet)
+        if fleet.profile(prompt.replica_id).role == "mixed":
+            tokens, why_tokens = prompt, "it does both"
         return Placement(
             replica_id=prompt.replica_id,
             because=f"{why_prompt}; its tokens: {why_tokens}",
             candidates=(Candidate(prompt.replica_id, prompt.num_pending_tokens),),
-            # A mixed or lent replica decodes beside its prompts: no need to move.
             decode_id=prompt.replica_id if tokens is None else tokens.replica_id,
         )
 

@@ -10,7 +10,8 @@ less time than the work takes at their best. Every bound errs on the side of the
 - **Work.** Over the steps of all replicas, time is at least that of computing the prompts alone (each distinct
   beginning once, at the best tokens per second of any step within the budget), plus reading the decodes' context; and
   that of the decodes alone at the largest batch, plus prompt attention. The requests that count must be done between
-  their first arrival and their last latest end; the costliest of them are left out up to the share that may miss.
+  their first arrival and their last latest end (prompts: their last due first token); the costliest of them are left
+  out up to the share that may miss.
 
 They hold for step times that grow with each feature and are additive in decode context and prompt attention, as those
 of `RooflineModel` are once launches and the jump of large all-reduces are left out (which only makes steps shorter).
@@ -43,6 +44,8 @@ from expediter.studies.planning.trial import num_may_miss
 _ROUNDING: Final = 1 - 1e-9
 """Bounds are made smaller by this factor: they and the simulation round differently."""
 _LONG_TOKENS: Final = 1 << 20
+_LENDING: Final = frozenset({"splitwise"})
+"""Routing policies under which replicas do the others' work at times."""
 _SUBSETS: Final = (50.0, 75.0, 90.0, 95.0, 100.0)
 """Percentiles of the time allowed: requests with short deadlines press harder than the average."""
 
@@ -122,21 +125,26 @@ class Bounds:
             engine = calibrated_engine(base.calibration, engine)
         self._engine = _at_least(engine)
         self._replicas: dict[tuple[str, Parallelism, int], _Replica] = {}
-        self._alone: dict[tuple[str, Parallelism, bool], tuple[Floats, Floats]] = {}
+        self._least_ttft_s: dict[tuple[_Replica, bool], Floats] = {}
+        self._least_tpot_s: dict[_Replica, Floats] = {}
 
     def of(self, setup: Setup) -> Bound:
         """Return what is certain about a set-up."""
         try:
-            replica, limits = self._replica(setup), self._limits(setup)
+            prompts, limits = self._replica(setup, setup.parallelism), self._limits(setup)
+            tokens = self._replica(setup, setup.decode_parallelism)
         except ConfigurationError as error:
             return Bound(0, str(error), 1.0)
-        demand = self._demand
-        caches = self._caches(setup)
-        ttft_s, tpot_s = self._times_alone(setup, replica, caches)
+        demand, caches = self._demand, self._caches(setup)
+        ttft_s = self._ttft_s(prompts, caches)
+        tpot_s = self._tpot_s(tokens)
         totals = demand.input_tokens + demand.output_tokens
+        # The KV of the last token is never stored; where the first token ends the work of a replica, neither is its.
+        held = np.where(demand.output_tokens > 1, totals - 1, 0) if setup.is_split else totals - 1
+        holds = min(prompts.num_kv_tokens, tokens.num_kv_tokens)
         misses = {
-            f"KV of the request exceeds the {replica.num_kv_tokens} tokens that a replica holds": (
-                totals - 1 > replica.num_kv_tokens
+            f"KV of the request exceeds the {holds} tokens that a replica holds": (
+                (demand.input_tokens > prompts.num_kv_tokens) | (held > tokens.num_kv_tokens)
             ),
             f"the request is longer than max_model_len ({limits.max_model_len})": totals > limits.max_model_len,
             "TTFT on an idle replica is above its target": ttft_s > demand.ttft_s,
@@ -148,8 +156,8 @@ class Bounds:
         if lost.sum() > self._num_may_miss:
             words, which = max(misses.items(), key=lambda item: int(item[1].sum()))
             return Bound(0, f"{words}, for {which.mean():.1%} of the requests", share)
-        work = self._work(replica, limits.max_num_batched_tokens, limits.max_num_seqs, caches)
-        return Bound(max(1, math.ceil(work)), None, share)
+        work = self._work(prompts, tokens, limits, caches)
+        return Bound(_least_size(setup, work), None, share)
 
     def _caches(self, setup: Setup) -> bool:
         own = self._base.prefix_caching
@@ -162,12 +170,11 @@ class Bounds:
             limits = replace(limits, max_model_len=self._base.max_model_len)
         return limits_with_budget(limits, preset.policy, setup.max_num_batched_tokens)
 
-    def _replica(self, setup: Setup) -> _Replica:
+    def _replica(self, setup: Setup, split: Parallelism) -> _Replica:
         block_size = load_preset(setup.preset).block_size if self._base.block_size is None else self._base.block_size
-        key = (setup.gpu, setup.parallelism, block_size)
+        key = (setup.gpu, split, block_size)
         if key not in self._replicas:
-            shape, gpu = hardware_of(setup.simulation(self._base, 1))
-            split = setup.parallelism
+            shape, gpu = hardware_of(replace(self._base, gpu=setup.gpu))
             num_blocks = self._base.num_blocks
             if num_blocks is None:
                 num_blocks = kv_capacity(
@@ -182,33 +189,42 @@ class Bounds:
             self._replicas[key] = _Replica(model, split.pipeline * split.num_groups, num_blocks * block_size)
         return self._replicas[key]
 
-    def _times_alone(self, setup: Setup, replica: _Replica, caches: bool) -> tuple[Floats, Floats]:
-        """Return the least TTFT and TPOT of each request, float64, shape [n]; TPOT 0 where there is no gap."""
-        key = (setup.gpu, setup.parallelism, caches)
-        if key not in self._alone:
+    def _ttft_s(self, replica: _Replica, caches: bool) -> Floats:
+        """Return the least time to each request's first token, float64, shape [n]."""
+        if (replica, caches) not in self._least_ttft_s:
             demand = self._demand
             # A full hit still computes one token.
             prefix = np.minimum(demand.reusable_tokens, demand.input_tokens - 1) if caches else 0 * demand.input_tokens
-            ttft_s = _per_pair(replica.prompt_s, demand.input_tokens - prefix, prefix)
-            tpot_s = _per_pair(lambda context, _: replica.decode_s(context), demand.input_tokens + 1, prefix * 0)
-            tpot_s[demand.output_tokens < 2] = 0.0
-            self._alone[key] = ttft_s * _ROUNDING, tpot_s * _ROUNDING
-        return self._alone[key]
+            self._least_ttft_s[replica, caches] = _ROUNDING * _per_pair(
+                replica.prompt_s, demand.input_tokens - prefix, prefix
+            )
+        return self._least_ttft_s[replica, caches]
 
-    def _work(self, replica: _Replica, budget: int, max_num_seqs: int, caches: bool) -> float:
-        """Return the least number of replicas by the work that must be done, as a fraction."""
+    def _tpot_s(self, replica: _Replica) -> Floats:
+        """Return the least time per later token of each request, float64, shape [n]; 0 where there is none."""
+        if replica not in self._least_tpot_s:
+            demand = self._demand
+            tpot_s = _ROUNDING * (replica.decode_s(0) + replica.context_token_s * (demand.input_tokens + 1))
+            self._least_tpot_s[replica] = np.where(demand.output_tokens > 1, tpot_s, 0.0)
+        return self._least_tpot_s[replica]
+
+    def _work(self, prompts: _Replica, tokens: _Replica, limits: SchedulerConfig, caches: bool) -> _Work:
         demand = self._demand
         repeated = demand.repeated_tokens if caches else _followers(demand)
         inputs, num_decodes = demand.input_tokens.astype(np.float64), demand.output_tokens - 1
-        attention = (inputs**2 - repeated.astype(np.float64) ** 2) / 2 * replica.attention_s
-        context = num_decodes * (inputs + 1 + (num_decodes - 1) / 2) * replica.context_token_s
-        prompts = (demand.input_tokens - repeated) * replica.prompt_token_s(budget) + attention
-        answers = num_decodes * replica.decode_token_s(max_num_seqs) + context
-        first_s = demand.arrival_s + demand.ttft_s
-        return _ROUNDING * max(
-            self._pressure(prompts, np.minimum(first_s, demand.latest_end_s)),
-            self._pressure(prompts + context, demand.latest_end_s),
-            self._pressure(answers + attention, demand.latest_end_s),
+        attention = (inputs**2 - repeated.astype(np.float64) ** 2) / 2 * prompts.attention_s
+        context = num_decodes * (inputs + 1 + (num_decodes - 1) / 2) * tokens.context_token_s
+        token_s = prompts.prompt_token_s(limits.max_num_batched_tokens)
+        computing = (demand.input_tokens - repeated) * token_s + attention
+        decoding = num_decodes * tokens.decode_token_s(limits.max_num_seqs) + context
+        first_s = np.minimum(demand.arrival_s + demand.ttft_s, demand.latest_end_s)
+        return _Work(
+            prompts=self._pressure(computing, first_s),
+            tokens=self._pressure(decoding, demand.latest_end_s),
+            both=max(
+                self._pressure(computing + context, demand.latest_end_s),
+                self._pressure(decoding + attention, demand.latest_end_s),
+            ),
         )
 
     def _pressure(self, work_s: Floats, due_s: Floats) -> float:
@@ -222,7 +238,26 @@ class Bounds:
             costs = np.sort(work_s[chosen])
             kept = costs[: max(len(costs) - self._num_may_miss, 0)]
             worst = max(worst, float(kept.sum()) / float(due_s[chosen].max() - arrival_s[chosen].min()))
-        return worst
+        return _ROUNDING * worst
+
+
+class _Work(NamedTuple):
+    """Least number of replicas, as a fraction: for prompts in time, for later tokens, and if they do both."""
+
+    prompts: float
+    tokens: float
+    both: float
+
+
+def _least_size(setup: Setup, work: _Work) -> int:
+    if not setup.is_split:
+        return max(1, math.ceil(max(work.prompts, work.tokens, work.both)))
+    if load_preset(setup.preset).cluster.routing.name in _LENDING:
+        return setup.least_size
+    size = max(setup.least_size, math.ceil(work.prompts + work.tokens))
+    while setup.num_prefill(size) < work.prompts or size - setup.num_prefill(size) < work.tokens:
+        size += 1
+    return size
 
 
 def _at_least(engine: Engine) -> Engine:

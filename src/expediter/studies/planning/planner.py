@@ -187,7 +187,7 @@ class _Planner:
         passed.sort(key=lambda point: (point.cost_per_hour, -_least_slack(point.measured)))
         passed = passed[: self._config.top]
         sizes = [Size(point.setup, point.replicas) for point in passed]
-        self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > 1])
+        self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > setup.least_size])
         margins = self._margins(sizes)
         attainments = self._attainments(passed)
         base = self._config.base

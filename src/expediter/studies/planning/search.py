@@ -185,7 +185,8 @@ def _climb(
         limit = slack * _nth_cost(brackets, top)
         wanted = []
         for bracket in sorted(brackets, key=_by_promise):
-            largest = _largest(bracket.setup, max_gpus, limit)
+            # Set-ups of equal cost all stay in: they differ in what they bear.
+            largest = bracket.setup.largest_size(max_gpus, limit)
             size = bracket.next_size(largest, decides=limit < math.inf)
             if size is not None:
                 wanted.append((bracket, size))
@@ -199,12 +200,6 @@ def _climb(
         results = attempt([Size(bracket.setup, size) for bracket, size in chosen], rung)
         for (bracket, size), passes in zip(chosen, results, strict=True):
             bracket.learn(size, passes)
-
-
-def _largest(setup: Setup, max_gpus: int, limit: float) -> int:
-    """Return the largest size within both limits. Set-ups of equal cost all stay in: they differ in what they bear."""
-    size = max_gpus // setup.num_gpus(1)
-    return size if limit == math.inf else min(size, math.floor(limit / setup.cost_per_hour(1) + 1e-9))
 
 
 def _nth_cost(brackets: Iterable[Bracket], top: int) -> float:

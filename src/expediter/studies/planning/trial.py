@@ -13,7 +13,8 @@ import numpy as np
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.assembly.trace_generation import GenerationConfig, generated_trace
 from expediter.sim.distribution import Distribution
-from expediter.sim.metrics import RequestRecord
+from expediter.sim.metrics import Outcome, RequestRecord
+from expediter.sim.report import Report
 from expediter.sim.trace import Trace
 from expediter.studies.planning.coverage import Coverage, StepWatch
 from expediter.studies.runs import TraceSpec
@@ -68,7 +69,7 @@ class Measured:
         num_requests: sequences that arrived.
         attainment: share of them that met all their targets.
         attainment_by_class: the same by SLO class, if there are any.
-        missed: requests that missed each target, and those that were `refused`; one may miss several.
+        missed: requests that missed each target, and those that were `refused` or `unservable`; one may miss several.
         slack: by target, 1 less the share of it that is used up at the attainment's quantile; below 0 it is missed.
         ttft_s, tpot_s, e2e_s: seconds.
         late_queueing_share: of requests with a late first token, the share of their TTFT before they were scheduled.
@@ -79,6 +80,8 @@ class Measured:
         goodput_rps, simulated_s: as in `Report`.
         prompt_time_share: of the time of all steps, the share of those that compute prompts.
         peak_kv_use: largest share of a replica's KV blocks that requests held.
+        room_share, network_share: of the time between first and last tokens, how much requests waited for room on the
+            replica that goes on with them, and for their KV to come.
         coverage: how far the steps lie outside what their times were fitted to.
     """
 
@@ -99,6 +102,8 @@ class Measured:
     simulated_s: float
     prompt_time_share: float
     peak_kv_use: float
+    room_share: float
+    network_share: float
     coverage: Coverage
 
 
@@ -137,6 +142,7 @@ def _measured(trial: Trial, attainment: float | None) -> Measured:
     report = simulation.run(trace if trial.rate_scale == 1 else trace.at_rate(trial.rate_scale))
     assert report.slo_attainment is not None  # a trace has requests
     assert report.timeline is not None
+    waits = _handoff_shares(report, records)
     return Measured(
         num_requests=len(records),
         attainment=report.slo_attainment,
@@ -155,6 +161,8 @@ def _measured(trial: Trial, attainment: float | None) -> Measured:
         simulated_s=report.simulated_s,
         prompt_time_share=watch.prompt_s / watch.total_s if watch.total_s else 0.0,
         peak_kv_use=max(report.timeline.kv_used_share_highest),
+        room_share=waits[0],
+        network_share=waits[1],
         coverage=watch.coverage,
     )
 
@@ -190,12 +198,13 @@ def _used(record: RequestRecord, name: str) -> float | None:
 
 
 def _missed(records: Sequence[RequestRecord]) -> dict[str, int]:
-    missed = dict.fromkeys(_TARGETS, 0)
-    missed["refused"] = sum(record.e2e_s is None for record in records)
+    missed = dict.fromkeys((*_TARGETS, "refused", "unservable"), 0)
     for record in records:
-        if record.e2e_s is not None:
-            for name in _TARGETS:
-                missed[name] += (_used(record, name) or 0.0) > 1
+        if record.e2e_s is None:
+            missed["unservable" if record.outcome is Outcome.UNSERVABLE else "refused"] += 1
+            continue
+        for name in _TARGETS:
+            missed[name] += (_used(record, name) or 0.0) > 1
     return missed
 
 
@@ -206,6 +215,15 @@ def _slack(records: Sequence[RequestRecord], attainment: float) -> dict[str, flo
         if used:
             slack[name] = 1 - float(np.quantile(used, attainment, method="higher"))
     return slack
+
+
+def _handoff_shares(report: Report, records: Sequence[RequestRecord]) -> tuple[float, float]:
+    """Return the shares of the time between first and last tokens that go by waiting for room and for the network."""
+    later_s = sum(r.e2e_s - r.ttft_s for r in records if r.e2e_s is not None and r.ttft_s is not None)
+    totals = report.transfers
+    if totals is None or not later_s:
+        return 0.0, 0.0
+    return (totals.exposed_s - totals.network_s) / later_s, totals.network_s / later_s
 
 
 def _late_queueing_share(records: Sequence[RequestRecord]) -> float | None:
