@@ -29,6 +29,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="this claim; may be repeated (a wrong name lists them)",
     )
     parser.add_argument("--quick", action="store_true", help="a small version of everything; the figures are rough")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("../shared/data/traces"),
+        metavar="DIR",
+        help="folder of the public traces that some claims need; they are left out without (default: %(default)s)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU)")
     parser.add_argument("--json", metavar="FILE", help="write figures and measurements as JSON; - for standard output")
     parser.add_argument("--page", metavar="FILE", help="write the page of documentation; of a full run of all claims")
@@ -43,12 +50,21 @@ def run(args: argparse.Namespace) -> int:
     from expediter.core.errors import ConfigurationError
     from expediter.studies.claims.frame import Effort
     from expediter.studies.claims.page import render
-    from expediter.studies.claims.registry import claims_named, run_claims, to_json
+    from expediter.studies.claims.registry import claims_named, missing_files, run_claims, to_json
     from expediter.studies.workers import Workers
 
     if args.page is not None and (args.quick or args.only):
         raise ConfigurationError("--page needs a full run of all claims, so it goes with neither --quick nor --only")
-    claims, effort = claims_named(args.only), Effort(quick=args.quick)
+    effort = Effort(quick=args.quick, data=args.data)
+    claims = []
+    for claim in claims_named(args.only):
+        missing = missing_files(claim, effort)
+        if not missing:
+            claims.append(claim)
+        elif args.page is not None or args.only:
+            raise ConfigurationError(f"claim {claim.name} needs {', '.join(missing)} in {args.data} (--data)")
+        else:
+            print(f"expediter: {claim.name} is left out: no {', '.join(missing)} in {args.data}", file=sys.stderr)
     results: list[ClaimResult] = []
     with Workers(args.workers) as workers, _progress() as progress:
         for result in run_claims(claims, effort, workers, progress):

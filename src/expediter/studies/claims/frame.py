@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 TOLERANCE = 0.25
 """How far, relative to the published figure, ours may lie and still agree."""
@@ -19,9 +20,11 @@ class Effort:
 
     Attributes:
         quick: a small version of every job, to see that all of it works; its figures are rough.
+        data: folder of the public traces that some claims need.
     """
 
     quick: bool = False
+    data: Path = Path()
 
     def choose(self, usual: int, quick: int) -> int:
         """Return one of two sizes."""
@@ -146,6 +149,7 @@ class Claim:
         method: how our runs reproduce it, and which parameters are ours.
         jobs: the simulations, by name; they run in any order, in processes of their own, so they pickle.
         conclude: what their numbers say.
+        files: of `Effort.data`, which the jobs need.
     """
 
     name: str
@@ -156,9 +160,17 @@ class Claim:
     method: str
     jobs: Callable[[Effort], Mapping[str, Callable[[], Numbers]]]
     conclude: Callable[[Mapping[str, Numbers]], Conclusion]
+    files: tuple[str, ...] = ()
 
 
 def best(results: Mapping[str, Numbers], names: Sequence[str], measure: str) -> tuple[str, float]:
     """Return which of the jobs has the largest number of that name, and the number; the first of equals."""
     name = max(names, key=lambda each: results[each][measure])
     return name, results[name][measure]
+
+
+def ratio(ours: float, other: float) -> float:
+    """Return a quotient; of nothing and nothing it is 1, of something and nothing infinite."""
+    if other:
+        return ours / other
+    return float("inf") if ours else 1.0

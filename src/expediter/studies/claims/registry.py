@@ -9,12 +9,21 @@ from typing import Any
 import msgspec
 
 from expediter.core.errors import ConfigurationError
-from expediter.studies.claims import distserve, qoserve, sarathi, sglang, vtc
+from expediter.studies.claims import distserve, mooncake, qoserve, sarathi, sglang, splitwise, vtc
 from expediter.studies.claims.frame import Claim, Conclusion, Effort, Numbers
 from expediter.studies.workers import Task, Workers
 
 CLAIMS: Mapping[str, Claim] = {
-    claim.name: claim for claim in (distserve.CLAIM, sarathi.CLAIM, sglang.CLAIM, vtc.CLAIM, qoserve.CLAIM)
+    claim.name: claim
+    for claim in (
+        distserve.CLAIM,
+        splitwise.CLAIM,
+        mooncake.CLAIM,
+        sarathi.CLAIM,
+        sglang.CLAIM,
+        vtc.CLAIM,
+        qoserve.CLAIM,
+    )
 }
 
 
@@ -41,6 +50,11 @@ def claims_named(names: Sequence[str]) -> tuple[Claim, ...]:
         if name not in CLAIMS:
             raise ConfigurationError(f"no claim {name!r}; there are: {', '.join(CLAIMS)}")
     return tuple(CLAIMS[name] for name in names or CLAIMS)
+
+
+def missing_files(claim: Claim, effort: Effort) -> tuple[str, ...]:
+    """Return the files that a claim needs and the data folder lacks."""
+    return tuple(name for name in claim.files if not (effort.data / name).is_file())
 
 
 def run_claims(

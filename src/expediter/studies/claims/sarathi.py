@@ -8,7 +8,7 @@ from functools import partial
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation
 from expediter.studies.claims.capacity import capacity
-from expediter.studies.claims.frame import Claim, Conclusion, Effort, Figure, Numbers, Table, best, number
+from expediter.studies.claims.frame import Claim, Conclusion, Effort, Figure, Numbers, Table, best, number, ratio
 from expediter.studies.claims.token_gaps import GapRecorder
 from expediter.studies.claims.workloads import ARXIV, SHAREGPT4, LengthsByQuantiles, at_rps, poisson_trace
 
@@ -102,7 +102,7 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
                     what=f"{name}, {workload}: capacity over vLLM",
                     low=published,
                     high=published,
-                    ours=papers / vllm,
+                    ours=ratio(papers, vllm),
                     unit="x",
                 )
             )

@@ -182,11 +182,14 @@ def measure(program: Program, system: System, scale: float, *, gpu: str = "a10")
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
     scale = 0.25 if effort.quick else 1.0
-    return {
+    jobs: dict[str, Callable[[], Numbers]] = {
         f"{name}/{system}": partial(measure, program, config, scale)
         for name, program in PROGRAMS.items()
         for system, config in SYSTEMS.items()
     }
+    for name, program in PROGRAMS.items():
+        jobs[f"{name}/a100"] = partial(measure, program, SYSTEMS["sglang"], scale, gpu="a100-80g")
+    return jobs
 
 
 def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
@@ -210,14 +213,13 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
             )
         )
     figures = (
-        Figure(what="least hit rate of the programs", low=0.5, high=0.99, ours=min(hits), tolerance=0.0),
-        Figure(what="largest hit rate of the programs", low=0.5, high=0.99, ours=max(hits), tolerance=0.0),
+        Figure(what="least hit rate of the programs", low=0.5, high=0.99, ours=min(hits)),
+        Figure(what="largest hit rate of the programs", low=0.5, high=0.99, ours=max(hits)),
         Figure(
             what="hit rate as a share of the optimum, mean",
             low=0.96,
             high=0.96,
             ours=float(np.mean(shares)),
-            tolerance=0.04,
         ),
         Figure(
             what="largest gain in throughput over vLLM without a prefix cache",
@@ -240,7 +242,25 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
         ),
         rows=tuple(rows),
     )
-    return Conclusion(figures=figures, tables=(table,))
+    large = [results[f"{name}/a100"] for name in PROGRAMS]
+    large_shares = [each["hit_rate"] / each["optimal"] for each in large]
+    larger = Table(
+        title="The same on a GPU with more memory: hit rates of sglang",
+        columns=("program", "A10 (24 GiB)", "A100 (80 GiB)", "A100: of optimum"),
+        rows=tuple(
+            (name, f"{hit:.1%}", f"{each['hit_rate']:.1%}", f"{share:.1%}")
+            for name, hit, each, share in zip(PROGRAMS, hits, large, large_shares, strict=True)
+        ),
+    )
+    why = (
+        "What differs is memory. Beside the weights an A10 holds some 14,000 tokens of KV, and 64 chats with long "
+        "answers take several times that, so their past is gone when they come back. On an A100 the least hit "
+        f"rate is {min(each['hit_rate'] for each in large):.1%} and the mean share of the optimum "
+        f"{np.mean(large_shares):.1%}. Arrival order with the same cache comes close where a group's calls come "
+        "one after the other, which is most of them; the order earns its keep where many chains are under way at "
+        "once."
+    )
+    return Conclusion(figures=figures, tables=(table, larger), why=why)
 
 
 CLAIM = Claim(
