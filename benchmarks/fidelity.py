@@ -65,6 +65,12 @@ def _splits(name: str) -> dict[str, Callable[..., Iterator[Fold]]]:
             "<= 1k -> 8k inputs": _split(_is_short, lambda row: row.prompt == 8192),
             "llama2-70b -> bloom-176b": _split(lambda row: "llama" in row.model, lambda row: "bloom" in row.model),
         }
+    elif name == "vllm-0.18":
+        splits |= {
+            "gpt-oss-120b -> minimax-m2.5": _split(lambda row: "oss" in row.model, lambda row: "MiniMax" in row.model),
+            "minimax-m2.5 -> gpt-oss-120b": _split(lambda row: "MiniMax" in row.model, lambda row: "oss" in row.model),
+            "<= 1k -> 8k inputs": _split(_is_short, lambda row: row.prompt == 8192),
+        }
     else:
         splits["<= 1k -> 4k inputs"] = _split(_is_short, lambda row: row.prompt == 4096)
     return splits

@@ -13,9 +13,9 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +29,7 @@ from expediter.core.slo import Slo
 from expediter.scheduling.build import ORDERINGS, PolicyConfig
 from expediter.sim.metrics import RequestRecord
 from expediter.sim.trace_readers import read_trace
+from expediter.studies.workers import Task, Workers
 
 CLASSES = ("interactive", "standard", "batch")
 TRACES = {
@@ -125,6 +126,12 @@ def run(case: Case) -> Outcome:
     )
 
 
+def run_all(cases: Sequence[Case], workers: Workers, what: str) -> Iterable[Outcome]:
+    """Simulate cases, with a bar of how far it is."""
+    tasks = [Task(label=f"{case.trace}, {case.preset or case.ordering}", call=partial(run, case)) for case in cases]
+    return track(workers.run(tasks), what, total=len(tasks), transient=True)
+
+
 def _shares(groups: Sequence[str], met: Sequence[bool]) -> dict[str, float]:
     return {
         name: round(sum(m for g, m in zip(groups, met, strict=True) if g == name) / groups.count(name), 4)
@@ -158,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     loads = [float(load) for load in args.loads.split(",")]
     tables: dict[str, list[Row]] = {}
-    with ProcessPoolExecutor(args.workers) as pool:
+    with Workers(args.workers) as workers:
         for name in args.traces.split(","):
             file, usual = TRACES[name]
             base = Case(
@@ -171,14 +178,14 @@ def main() -> None:
                 one_class=args.one_class,
                 seed=args.seed,
             )
-            tables[name] = measure(base, args.orderings.split(","), args.presets.split(","), loads, pool)
+            tables[name] = measure(base, args.orderings.split(","), args.presets.split(","), loads, workers)
             show(name, tables[name], loads)
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine(), "loads": loads, "traces": tables}, indent=2) + "\n")
 
 
 def measure(
-    base: Case, orderings: Sequence[str], presets: Sequence[str], loads: Sequence[float], pool: ProcessPoolExecutor
+    base: Case, orderings: Sequence[str], presets: Sequence[str], loads: Sequence[float], workers: Workers
 ) -> list[Row]:
     """Return a row per ordering and budget, and per preset, for one trace."""
     capacity = base.num_requests / run(base).makespan_s
@@ -186,7 +193,7 @@ def measure(
         replace(base, rate_rps=capacity, ordering=ordering, budget=budget)
         for ordering, budget in itertools.product(orderings, FIXED_BUDGETS)
     ]
-    tried = list(track(pool.map(run, trials), f"{base.trace}: budgets", total=len(trials), transient=True))
+    tried = list(run_all(trials, workers, f"{base.trace}: budgets"))
     rows: list[tuple[str, str, Case]] = []
     for ordering in orderings:
         own = [outcome for outcome in tried if outcome.case.ordering == ordering]
@@ -195,7 +202,7 @@ def measure(
         rows += [(ordering, kind, replace(base, ordering=ordering, budget=budget)) for kind, budget in kinds]
     rows += [(f"preset {preset}", "its own", replace(base, preset=preset)) for preset in presets if preset]
     cases = [replace(case, rate_rps=capacity * load) for (_, _, case), load in itertools.product(rows, loads)]
-    outcomes = list(track(pool.map(run, cases), f"{base.trace}: loads", total=len(cases), transient=True))
+    outcomes = list(run_all(cases, workers, f"{base.trace}: loads"))
     table: list[Row] = []
     for index, (ordering, kind, _) in enumerate(rows):
         own = outcomes[index * len(loads) : (index + 1) * len(loads)]

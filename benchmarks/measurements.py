@@ -17,8 +17,9 @@ from statistics import median
 from typing import Final
 
 from expediter.core.plan import StepFeatures
-from expediter.perfmodel.calibration import Measurement, decode_step, prefill_step
 from expediter.perfmodel.hardware import gpu_named
+from expediter.perfmodel.measurements import Measurement, decode_step, prefill_step
+from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.shapes import shape_named
 
 DATA: Final = Path(
@@ -99,8 +100,7 @@ def _labelled(
     measurement = Measurement(
         shape=shape_named(_SPLITWISE_MODELS[model]),
         gpu=gpu_named(gpu),
-        tensor_parallel=n,
-        expert_parallel=1,
+        parallelism=Parallelism(tensor=n),
         parts=((1.0, step),),
         time_s=ms / 1e3,
     )
@@ -116,10 +116,6 @@ class Served:
         model: end of the model's path there.
         shape: of ours, by name.
         mode: of the table's matrix products; empty where nothing is quantized.
-        interference: share of the other requests' prefills that fall into a request's decoding: all of them in a steady
-            state. SGLang's first tokens take as long as if all prompts came at once, and its tokens as if 0.6 of the
-            prefills held them; the figure is fitted, and the load generator's order of arrival, which would tell, is
-            not published.
     """
 
     backend: str
@@ -127,12 +123,11 @@ class Served:
     shape: str
     version: str = ""
     mode: str = ""
-    interference: float = 1.0
 
 
 _VLLM: Final = Served(backend="vllm", version="0.12", model="Qwen3-32B", shape="qwen3-32b")
 _TRTLLM: Final = Served(backend="trtllm", model="Llama-3.1-8B-Instruct", shape="llama-3.1-8b")
-_SGLANG: Final = Served(backend="sglang", model="Qwen3-32B", shape="qwen3-32b", interference=0.6)
+_SGLANG: Final = Served(backend="sglang", model="Qwen3-32B", shape="qwen3-32b")
 _VLLM_70B: Final = Served(backend="vllm", model="Llama-3.1-70B", shape="llama-3.1-70b-fp8", mode="fp8")
 """vLLM's three rows of Qwen3-32B in fp8 are left out: their tokens come faster than weights and bfloat16 KV of that
 load can be read at peak bandwidth."""
@@ -153,14 +148,15 @@ _HARDLY_QUEUED: Final = 4
 
 
 def served(*sources: Served) -> list[Labelled]:
-    """Return time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
+    """Return the time per output token of an engine on H100 under a fixed number of requests (AIConfigurator's table).
 
     Kept: one engine for prefill and decode, no data-parallel attention.
     Left out: concurrency whose KV does not fit (the first token takes seconds; fewer run than the row says), and rows
     that repeat another.
 
-    While a request's `osl` tokens come, each of the other requests is prefilled once, so that
-    osl * TPOT = osl * decode + (concurrency - 1) * (mixed step - decode).
+    From a request's arrival to its end, as long as it takes to its first token and for the others, each of the
+    concurrent requests is prefilled once, whoever waits for whom, so that
+    TTFT + (osl - 1) * TPOT = osl * decode + concurrency * (mixed step - decode).
     """
     labelled = []
     for source in sources:
@@ -168,8 +164,9 @@ def served(*sources: Served) -> list[Labelled]:
             prompt, output, batch = (int(float(row[name])) for name in ("isl", "osl", "batch_size"))
             if float(row["silicon_ttft_ms"]) / 1e3 <= _QUEUED * (1 + prompt / 1024):
                 kind = "prefill" if (batch - 1) * prompt / output > 256 else "decode"
-                parts = _served_steps(prompt, output, batch, source.interference)
-                labelled.append(_labelled_row(row, source, kind, parts, float(row["silicon_tpot_ms"])))
+                parts = _served_steps(prompt, output, batch)
+                ms = float(row["silicon_ttft_ms"]) / output + float(row["silicon_tpot_ms"]) * (1 - 1 / output)
+                labelled.append(_labelled_row(row, source, kind, parts, ms))
     return labelled
 
 
@@ -223,8 +220,7 @@ def _labelled_row(
     measurement = Measurement(
         shape=shape_named(source.shape),
         gpu=gpu_named("h100"),
-        tensor_parallel=n,
-        expert_parallel=max(1, int(float(row["moe_ep_size"] or 1))),
+        parallelism=Parallelism(tensor=n, expert=max(1, int(float(row["moe_ep_size"] or 1)))),
         parts=parts,
         time_s=ms / 1e3,
     )
@@ -233,21 +229,20 @@ def _labelled_row(
     )
 
 
-def _served_steps(prompt: int, output: int, batch: int, interference: float) -> tuple[tuple[float, StepFeatures], ...]:
+def _served_steps(prompt: int, output: int, batch: int) -> tuple[tuple[float, StepFeatures], ...]:
     """Return the weighted steps of one output token; prompts are packed into steps of up to `_BUDGET` tokens."""
     context = prompt + output // 2
     decode = decode_step(context, batch)
+    packed = max(1.0, min(_BUDGET // prompt, batch / output))
     others = batch - 1
-    packed = max(1.0, min(_BUDGET // prompt, others * prompt / output / prompt))
-    tokens = round(packed * prompt)
     mixed = StepFeatures(
-        num_tokens=others + tokens,
+        num_tokens=others + round(packed * prompt),
         num_seqs=batch,
         num_decodes=others,
         decode_context_tokens=others * context,
         prefill_attention=packed * prompt * prompt / 2,
     )
-    share = interference * others / packed / output
+    share = batch / packed / output
     return ((1.0 - share, decode), (share, mixed))
 
 
@@ -266,6 +261,7 @@ class Dataset:
 
 
 _EAGER: Final = (
+    "worker_s",
     "seq_s",
     "decode_launch_s",
     "prefill_launch_s",
@@ -287,7 +283,9 @@ DATASETS: Final = {
             "the same -> first tokens": first_tokens,
         },
     ),
-    "vllm-0.18": Dataset(rows=partial(served, _MINIMAX, _GPT_OSS), free=_GRAPH),
+    "vllm-0.18": Dataset(
+        rows=partial(served, _MINIMAX, _GPT_OSS), free=tuple(name for name in _GRAPH if name != "prefill_step_s")
+    ),
     "trtllm": Dataset(
         rows=partial(served, _TRTLLM),
         free=_GRAPH,

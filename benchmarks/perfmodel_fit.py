@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import expediter.perfmodel
 from benchmarks.measurements import DATA, DATASETS, SOURCES
 from expediter.perfmodel.calibration import Vector, fit_engine, fit_relative
-from expediter.perfmodel.constants import ExpertKernels, Kernels
+from expediter.perfmodel.constants import ExpertKernels, ExpertKernelsByType, Kernels
 from expediter.perfmodel.dimensions import DTYPE_BYTES
 
 _PEAKS: Final = {"ampere": ("a100", 312e12, 2.039e12, 300e9), "hopper": ("h100", 989e12, 3.35e12, 450e9)}
@@ -155,7 +155,7 @@ def _fit_all_to_all(gpu: str, link: float) -> list[float]:
     return _fit(f"{gpu} all-to-all", lambda x: x[0] + (group - 1) / group * size / (link * x[1]), ms / 1e3, [1e-5, 0.7])
 
 
-def _fit_experts() -> tuple[float, float, dict[str, ExpertKernels]]:
+def _fit_experts() -> tuple[float, float, ExpertKernelsByType]:
     """Return skew, imbalance, and the kernels by type of weights.
 
     Kernels are fitted where experts share the tokens evenly, so that what they touch and compute is known. With them
@@ -185,7 +185,7 @@ def _fit_experts() -> tuple[float, float, dict[str, ExpertKernels]]:
         np.concatenate(measured),
         [0.8, 0.2],
     )
-    return skew, imbalance, kernels
+    return skew, imbalance, ExpertKernelsByType(**kernels)
 
 
 def _expert_rows(dtype: str, kernel: str, load: str) -> list[Vector]:

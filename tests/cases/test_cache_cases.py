@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expediter.kvcache.node import Node
 from expediter.kvcache.radix import RadixTree
 from expediter.scheduling.config import SchedulerConfig
 from expediter.testing.scheduler_driver import SchedulerDriver
@@ -103,7 +104,7 @@ class CollidingBytes(bytes):
 @given(prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=2, max_size=6))
 def test_colliding_hashes_never_mix_up_prompts(prompts):
     """Case 12 (CVE-2025-25183): with a constant hash there is no hit across prompts, and every output is right."""
-    match, insert = RadixTree.match, RadixTree.insert
+    match, insert, tokens_of = RadixTree.match, RadixTree.insert, Node.tokens.fget
     admissions = []
     for is_colliding in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -114,6 +115,7 @@ def test_colliding_hashes_never_mix_up_prompts(prompts):
                 patch.setattr(
                     RadixTree, "insert", lambda tree, tokens, *args: insert(tree, CollidingBytes(tokens), *args)
                 )
+                patch.setattr(Node, "tokens", property(lambda node: CollidingBytes(tokens_of(node))))
             driver = SchedulerDriver.build(CONFIG, num_blocks=12, block_size=2)
             for number, prompt in enumerate(prompts):
                 driver.submit(f"r{number}", prompt, 3)

@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expediter.control.fleet import ReplicaProfile, pending_tokens, requests
+from expediter.control.learning import LearnedSpeed
 from expediter.control.routing.base import Placement, Refusal
 from expediter.control.routing.build import ROUTINGS, RoutingConfig, make_router
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.core.plan import StepFeatures
 
 ROLES = ("prefill", "decode", "mixed")
 SPEED = Speed(step_s=0.01, token_s=1e-4, attention_s=1e-9, decode_s=1e-5, context_s=1e-8, is_known=True)
@@ -121,6 +123,21 @@ def test_speed_is_a_line_through_the_model():
     assert speed.prefill_s(5000, 3000) == pytest.approx(5000 * 1.1e-4 + 2e-9 * 5000 * 5500)
     assert speed.queue_s(0, 0, 0, 0) == 0
     assert speed.queue_s(0, 0, 4, 0) < speed.queue_s(2000, 1, 4, 0) < speed.queue_s(2000, 1, 40, 10**6)
+
+
+def test_speed_is_learned_from_steps():
+    """A second per 1,000 prompt tokens: after some steps a replica is known to be that fast, and ranked so."""
+    learned, hand = LearnedSpeed(), HandFleet(1000, 1000)
+    speeds = []
+    for step in range(300):
+        num_tokens = 100 + step % 7 * 50
+        features = StepFeatures(num_tokens, 1, 0, 0, num_tokens**2 / 2)
+        speeds.append(learned.observe(step, features, 0.01 + num_tokens * 1e-3, 500))
+    assert [step for step, speed in enumerate(speeds) if speed is not None] == [31, 255]
+    speed = speeds[255]
+    assert speed.prefill_s(400, 0) == pytest.approx(0.4, rel=0.1)
+    hand.fleet.learned(1, speed)
+    assert hand.fleet.columns("prefill").queue_s[1] == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_threshold_out_of_range_is_refused():

@@ -64,12 +64,16 @@ def spec(number: int = 0, max_model_len: int | None = None) -> ReplicaSpec:
 
 
 def supervisor(
-    *flags: str, command: tuple[str, ...] = (), specs: list[ReplicaSpec] | None = None, **config: float
+    *flags: str,
+    command: tuple[str, ...] = (),
+    specs: list[ReplicaSpec] | None = None,
+    routing: str = "least_load",
+    **config: float,
 ) -> Supervisor:
     return Supervisor(
         command=command or (sys.executable, str(FAKE_REPLICA), *flags),
         specs=specs or [spec()],
-        router=make_router(RoutingConfig(name="least_load")),
+        router=make_router(RoutingConfig(name=routing, index_block_tokens=4)),
         metrics=ServerMetrics("fake"),
         step_log=StepLog(),
         clock=MonotonicClock(),
@@ -77,8 +81,31 @@ def supervisor(
     )
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 100) -> Request:
-    return Request(request_id=request_id, prompt=np.array(prompt, np.int32), max_tokens=max_tokens)
+@pytest.mark.parametrize("routing", ["cache_aware", "predicted_ttft", "session"])
+def test_requests_that_belong_together_go_to_one_replica_and_it_is_told_why(routing: str) -> None:
+    async def story() -> None:
+        running = supervisor(specs=[spec(0), spec(1)], routing=routing)
+        await running.start()
+        homes: dict[int, int] = {}
+        for turn in range(5):
+            for number in range(2):
+                turns = request(f"r{number}.{turn}", [number] * 4 * (turn + 1) + [9], 3, session=f"s{number}")
+                (stream,) = running.submit([turns], asyncio.Event())
+                homes.setdefault(number, stream.replica_id)
+                assert stream.replica_id == homes[number]
+                await collect(stream)
+        spans = await running.explain("r1.4")
+        assert spans is not None
+        assert (spans[0].reason, spans[0].details["replica"]) == (Reason.ROUTED, homes[1])
+        assert homes[0] != homes[1]
+        assert [span.from_s for span in spans] == sorted(span.from_s for span in spans)
+        await running.stop()
+
+    asyncio.run(story())
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 100, session: str = "") -> Request:
+    return Request(request_id=request_id, prompt=np.array(prompt, np.int32), max_tokens=max_tokens, session=session)
 
 
 async def collect(stream: RequestStream) -> tuple[list[int], Finished]:

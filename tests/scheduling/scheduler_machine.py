@@ -31,7 +31,8 @@ from expediter.scheduling.build import (
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.memory import FullReservation
 from expediter.scheduling.scheduler import Scheduler
-from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
+from expediter.testing.driven_request import sequences_of
+from expediter.testing.scheduler_driver import SchedulerDriver
 
 VOCAB = 16  # small, so that stop tokens are hit
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8, 1, 8, 2, 8])

@@ -14,7 +14,8 @@ from expediter.core.request import FinishReason, Request, SamplingParams
 from expediter.core.slo import Slo
 from expediter.scheduling.build import ORDERINGS, PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
-from expediter.testing.scheduler_driver import SchedulerDriver, sequences_of
+from expediter.testing.driven_request import sequences_of
+from expediter.testing.scheduler_driver import SchedulerDriver
 
 PROMPT = [5, 3, 1, 4, 1, 5, 9, 2, 6, 5]
 

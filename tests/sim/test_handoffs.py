@@ -11,6 +11,8 @@ from sim_builders import ConstantTime, ContextTime, make_trace
 
 from expediter.assembly.pools import PoolConfig, parse_pool
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
+from expediter.control.routing.base import Placement
+from expediter.control.routing.simple import RoundRobin
 from expediter.core.errors import ConfigurationError
 from expediter.perfmodel.shapes import shape_named
 
@@ -214,6 +216,30 @@ def test_prompts_of_one_length_wait_as_in_a_queue_with_constant_service():
         assert record.first_token_s == pytest.approx(free_s)
     expected_s = duration_s + rate * duration_s**2 / (2 * (1 - rate * duration_s))
     assert report.ttft_s.mean == pytest.approx(expected_s, rel=0.05)
+
+
+class Lending(RoundRobin):
+    """Prompts go to the decode replica, and stay where they are or move to the prefill replica, in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.decode_id = 0
+
+    def route(self, query, fleet):
+        self.decode_id = 1 - self.decode_id
+        return Placement(replica_id=1, because="a test", decode_id=self.decode_id)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pools_lend_replicas_to_each_other_where_the_router_says_so(style, monkeypatch):
+    """What a placement says goes before what the roles say."""
+    monkeypatch.setattr("expediter.assembly.simulation.make_router", lambda config: Lending())
+    report, records, lines = run(small(transfer=style), [(0.0, 8, 3), (10.0, 8, 3)])
+    assert report.requests.finished == 2
+    ended = {line["request"]: line["replica"] for line in lines if line["event"] == "finished"}
+    assert ended == {"r0000000": 1, "r0000001": 0}
+    assert report.transfers.num_transfers == 1
+    assert records[0].e2e_s == 3.0
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_entries():
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["nonsense"], "no preset 'nonsense'; there are: expediter, orca"),
+        (["nonsense"], "no preset 'nonsense'; there are: "),
         (["sarathi:max_seqs=4"], f"no setting 'max_seqs'; there are: {', '.join(SETTING_NAMES)}"),
         (["sarathi:max_num_seqs=many"], "max_num_seqs must be a number, not 'many'"),
         (["sarathi:max_num_seqs="], "max_num_seqs must be a number, not ''"),

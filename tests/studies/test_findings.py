@@ -88,6 +88,18 @@ def test_loads_of_one_kind_are_told_together():
 def test_two_leaders_are_both_named():
     found = findings([outcome("a", 0.9), outcome("b", 0.5), outcome("c", 0.895)])
     assert found.headline == "At load 1 a and c tie for the lead, 80 % more than b."
+    far = findings(
+        [
+            outcome("a", 0.9, load=1.0),
+            outcome("b", 0.3, load=1.0),
+            outcome("a", 0.9, load=2.0),
+            outcome("b", 0.2, load=2.0),
+        ]
+    )
+    assert far.headline == (
+        "From load 1 to 2 a serves the most requests within their targets, 3 times as many as b at load 1 and 4.5 "
+        "times as many at load 2."
+    )
 
 
 def test_different_hardware_is_judged_per_gpu():
@@ -113,6 +125,8 @@ def test_how_far_each_goes():
     assert rates["b", 0.9].offered_rps == 0
     assert rates["c", 0.99].offered_rps == 20
     assert rates["c", 0.99].is_bound
+    assert findings([outcome("a", 0.5)]).reach[0] == "99 % of the requests meet their targets at none of these loads."
+    assert findings([outcome("a", 1.0)]).reach[0] == "99 % of the requests meet their targets at all of these loads."
     assert found.reach[1] == (
         "90 % of the requests meet their targets up to a rate of: c 20 requests/s or more (the highest load), "
         "a 15 requests/s, b below the lowest load."
@@ -136,7 +150,7 @@ def test_certainty_and_caveats():
     assert several.certainty[0].startswith("3 draws")
     # The advantage is 0.40333 of 0.5, the noise 4.303 x 0.0057735 / sqrt(3) of it.
     assert several.certainty[1] == "The leads exceed the noise (half that interval) 28 times at load 1."
-    assert "went on for 60 %" in several.caveats[0]
+    assert "requests came for 100 s, and a went on for 60 s" in several.caveats[0]
 
 
 SHARES = st.floats(0, 1)

@@ -15,7 +15,14 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.slo import Slo
 from expediter.studies.planning.answer import Plan
 from expediter.studies.planning.planner import PlanConfig, make_plan
-from expediter.studies.planning.setups import SearchSpace
+from expediter.studies.planning.serve_command import serve_command
+from expediter.studies.planning.setups import (
+    DEFAULT_BUDGETS,
+    DEFAULT_PREFILL_SHARES,
+    DEFAULT_PRESETS,
+    SearchSpace,
+    Setup,
+)
 from expediter.studies.planning.trial import Trial, measure, measure_unless_lost
 from expediter.studies.runs import TraceSpec
 from expediter.studies.workers import Workers
@@ -28,7 +35,7 @@ QUESTION = PlanConfig(
         tensor_parallel=(1, 2),
         pipeline_parallel=(1,),
         presets=("sarathi", "expediter"),
-        budgets=(512, 2048),
+        budgets=(1024,),
         max_gpus=6,
     ),
     attainment=0.95,
@@ -51,8 +58,11 @@ def test_the_cheapest_is_what_trying_everything_finds(plan):
                 traffic=QUESTION.traffic,
                 attainment=QUESTION.attainment,
             )
-            measured = measure_unless_lost(trial)
-            if measured is not None and measured.attainment >= QUESTION.attainment:
+            first = measure_unless_lost(trial)
+            if first is None:
+                continue
+            both = (first.attainment, measure(replace(trial, seed=1)).attainment)
+            if both[0] >= QUESTION.attainment and sum(both) / 2 >= QUESTION.attainment:
                 passing.append((setup.cost_per_hour(size), setup, size))
     costs = sorted(cost for cost, _, _ in passing)
     assert len(costs) > 10
@@ -75,8 +85,8 @@ def test_a_choice_bears_what_it_says_and_breaks_as_it_says(plan):
             )
             assert (measure(trial).attainment >= QUESTION.attainment) is meets
         assert choice.limit.target in {"ttft", "tpot"}
-        assert choice.point.measured.attainment == choice.attainments[0]
-        assert len(choice.attainments) == QUESTION.seeds
+        assert choice.point.measured.attainment == choice.point.attainments[0]
+        assert len(choice.point.attainments) == QUESTION.seeds
         assert min(choice.point.measured.slack.values()) >= 0
 
 
@@ -110,7 +120,7 @@ def test_serve_parses_every_command(plan):
 def test_a_trace_by_name_is_drawn_anew_by_seed():
     question = replace(QUESTION, traffic=TraceSpec(limit=12, rate_scale=40), attainment=0.9, top=1, seeds=3)
     (choice,) = make_plan(question, Workers(1)).choices
-    assert len(choice.attainments) == 3
+    assert len(choice.point.attainments) == 3
 
 
 def test_targets_that_nothing_meets_are_said_to_be_impossible():
@@ -163,12 +173,42 @@ def test_the_command_prints_set_ups_commands_and_what_they_rest_on(capsys, tmp_p
     assert saved["choices"][0]["point"]["cost_per_hour"] == 1.25
 
 
+def test_the_page_holds_the_plan_and_loads_nothing(tmp_path):
+    page = tmp_path / "plan.html"
+    assert main([*SMALL, "--gpu", "a100-80g", "--gpu", "l40s", "--seeds", "2", "--html", str(page)]) == 0
+    html = page.read_text()
+    assert "expediter plan --rate 4 --requests 40" in html
+    assert "--html plan.html" in html
+    assert "What breaks first" in html
+    assert "src=" not in html
+    assert "href=" not in html
+
+
+def test_replicas_for_prompts_alone_are_simulated_and_not_served(plan):
+    setup = Setup(gpu="h100", price_per_hour=6.1, preset="distserve", prefill_share=0.5, decode_tensor_parallel=2)
+    sizes = [(setup.num_prefill(size), setup.num_gpus(size)) for size in range(2, 6)]
+    assert sizes == [(1, 3), (2, 4), (2, 6), (2, 8)]
+    trial = Trial(config=setup.simulation(QUESTION.base, 2), traffic=QUESTION.traffic, attainment=0.9)
+    measured = measure(trial)
+    assert measured.network_share > 0
+    command = serve_command(setup, 2, QUESTION.base)
+    assert command.line is None
+    assert "only simulated" in command.notes[0]
+
+
+def test_the_flags_default_to_what_the_search_space_does():
+    args = build_parser().parse_args(SMALL[:3])
+    assert tuple(args.preset.split(",")) == DEFAULT_PRESETS
+    assert tuple(map(int, args.max_num_batched_tokens.split(","))) == DEFAULT_BUDGETS
+    assert tuple(map(float, args.prefill_share.split(","))) == DEFAULT_PREFILL_SHARES
+
+
 def test_the_command_says_why_nothing_will_do(capsys):
     code = main([*SMALL, "--model", "llama-3.1-405b", "--gpu", "a10"])
     said = " ".join(capsys.readouterr().out.split())
     assert code == 1
     assert "Nothing that was tried meets the targets" in said
-    assert "a10 1 GPU: llama-3.1-405b (811.7 GB of weights) does not fit 1 x a10" in said
+    assert "a10 tp1: llama-3.1-405b (811.7 GB of weights) does not fit 1 x a10" in said
 
 
 @pytest.mark.parametrize(
@@ -178,7 +218,7 @@ def test_the_command_says_why_nothing_will_do(capsys):
         (["--gpu", "a10=cheap"], "--gpu takes KIND or KIND=DOLLARS"),
         (["--trace", "demo"], "either --trace, or --rate"),
         (["--input-tokens", "many"], "--input-tokens takes MEAN or MEAN,CV"),
-        (["--tp", "two"], "--tp takes integers"),
+        (["--tp", "two"], "--tp takes whole numbers"),
         (["--json", "/nowhere/plan.json"], "cannot write '/nowhere/plan.json'"),
         (["--preset", "fastest"], "no preset 'fastest'; there are:"),
     ],

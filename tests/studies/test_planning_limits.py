@@ -22,7 +22,7 @@ SPLIT = (PoolConfig(role="prefill"), PoolConfig(role="decode"))
         ("ttft", "prefill", {"rate_rps": 0.2, "input_mean": 8000}, {"slo": Slo(ttft_s=0.3)}),
         ("ttft", "memory", {}, {"slo": Slo(ttft_s=0.5), "num_blocks": 400}),
         ("ttft", "slots", {}, {"slo": Slo(ttft_s=0.5), "max_num_seqs": 2}),
-        ("ttft", "batch", {}, {"slo": Slo(ttft_s=0.5), "preset": "static"}),
+        ("ttft", "batch", {"output_mean": 200}, {"slo": Slo(ttft_s=0.5), "preset": "static"}),
         ("tpot", "prefill blocking", {"input_mean": 3000, "rate_rps": 5.0}, {"slo": Slo(tpot_s=0.03)}),
         ("tpot", "decode bandwidth", {"input_mean": 16}, {"slo": Slo(tpot_s=0.012)}),
         ("tpot", "transfer", {}, {"slo": Slo(tpot_s=0.02), "pools": SPLIT, "network_bandwidth": 1e9}),

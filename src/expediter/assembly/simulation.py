@@ -7,11 +7,11 @@ print(report.goodput_rps_per_gpu, report.ttft_s.p99)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 from expediter.assembly.pools import PoolConfig, check_pools
 from expediter.assembly.presets import load_preset
@@ -19,6 +19,7 @@ from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
+from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.explanation import Span
@@ -34,7 +35,7 @@ from expediter.perfmodel.memory import host_tier_size, kv_capacity
 from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
 from expediter.perfmodel.shapes import shape_named
-from expediter.perfmodel.transfer import cold_start_s
+from expediter.perfmodel.transfer import STORAGE_BANDWIDTH, cold_start_s
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
@@ -50,10 +51,13 @@ from expediter.sim.network import Link, Network
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, PoolReport, Report, build_report
+from expediter.sim.stores import StoreConfig, Stores, TierName
 from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
 from expediter.sim.transfers import TransferConfig
 
+_COPYING: Final = frozenset({"mooncake"})
+"""Routing policies that ask for copies of prefixes."""
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 
 
@@ -78,6 +82,7 @@ class SimulationConfig:
         network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
         network_latency_s: of that way; None for the GPU's.
         kv_bytes_per_token: what is sent; None for the model's.
+        stores: tiers of storage below the replicas' caches that keep prompts' KV.
         failures: what goes wrong; replicas are numbered from 0 in the order of their pools.
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
@@ -96,7 +101,7 @@ class SimulationConfig:
         block_swap_s: time to move one block there or back; None for what the GPU's link takes.
         prefix_caching: whether ended requests leave their KV for reuse.
         engine: whose overhead the modelled GPUs carry, by name.
-        calibration: CSV of measured steps that the engine is fitted to (`perfmodel.calibration.read_measurements`).
+        calibration: file of measured steps that the engine is fitted to (`perfmodel.measurements`).
         step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
             model and GPU play no part.
         timeline: whether the report says how the run went over time, and gives whole distributions.
@@ -122,6 +127,7 @@ class SimulationConfig:
     network_bandwidth: float | None = None
     network_latency_s: float | None = None
     kv_bytes_per_token: float | None = None
+    stores: tuple[StoreConfig, ...] = ()
     failures: FailureConfig = NO_FAILURES
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
@@ -235,15 +241,19 @@ class Simulation:
             self._check_classes(requests)  # before the work is done
             if self._description["routing"] in SESSION_ROUTINGS:
                 requests = requests.with_sessions()
-        explainer = Explainer(explain, lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s))
+        explain = tuple(explain)
+        explainer = Explainer(
+            explain,
+            lambda replica, name, now_s: self.schedulers[replica].explain(name, now_s),
+            RoutingNotes(len(explain)) if len(self._replicas) > 1 else None,
+        )
         self._observers.add(explainer)
         self.explanations = explainer.spans
         if events is not None:
             self._observers.add(EventLog(events))
         started = time.perf_counter()
         trace = requests if isinstance(requests, Trace) else None
-        groups = requests.groups() if isinstance(requests, Trace) else ((request,) for request in requests)
-        self._cluster.run((tuple(map(self._with_targets, group)) for group in groups), progress)
+        self._cluster.run(self._groups(requests), progress)
         if self._failures is not None:
             self._failures.finish(self.metrics.last_event_s)
         return build_report(
@@ -259,6 +269,7 @@ class Simulation:
             pools=self._pools(),
             transfers=None if self._journeys is None else self._journeys.totals,
             failures=None if self._failures is None else self._failures.totals,
+            stores={} if self._journeys is None else self._journeys.store_totals,
         )
 
     def _pools(self) -> list[PoolReport]:
@@ -295,6 +306,14 @@ class Simulation:
             there = f"there are: {', '.join(sorted(known))}" if known else "none are configured"
             raise ConfigurationError(f"no SLO class {name!r}; {there}")
         return known.get(name)
+
+    def _groups(self, requests: Trace | Iterable[Request]) -> Iterator[Sequence[Request]]:
+        """Yield the requests with their sequences, each with the targets that it will be judged by."""
+        if not isinstance(requests, Trace):
+            return ((self._with_targets(request),) for request in requests)
+        if requests.slos is None and requests.slo_classes is None:  # all have the same: none needs a look of its own
+            return replace(requests, slos=(self._config.slo,) * len(requests)).groups()
+        return (tuple(map(self._with_targets, group)) for group in requests.groups())
 
     def _with_targets(self, request: Request) -> Request:
         """Give a request its class's targets, or the simulation's: schedulers must know what they are judged by."""
@@ -339,7 +358,10 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    journeys, failures = _motion(config, [pool for pool, _ in sites], loop, observers)
+    copies = setups[0].routing.name in _COPYING
+    journeys, failures = _motion(
+        config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
+    )
 
     def scheduler(setup: _Setup) -> Scheduler:
         return build_scheduler(
@@ -380,28 +402,59 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         for replica_id, (pool, setup) in enumerate(sites)
     ]
     cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys, failures)
+    if journeys is not None:
+        cluster.fleet.link = journeys.link
     description = _description(config, setups[0])
     return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys, failures)
 
 
 def _motion(
-    config: SimulationConfig, pools: Sequence[PoolConfig], loop: EventLoop, observers: Observers
+    config: SimulationConfig,
+    pools: Sequence[PoolConfig],
+    loop: EventLoop,
+    observers: Observers,
+    *,
+    block_size: int,
+    copies: bool,
 ) -> tuple[Journeys | None, Failures | None]:
     """Return what moves requests between replicas, and what makes them fail, where anything does.
 
     Args:
         pools: of each replica.
+        copies: the router may ask for copies of prefixes.
     """
     failures = None
     if not config.failures.is_empty:
         cold_start_s = {replica_id: _cold_start_s(config, pool) for replica_id, pool in enumerate(pools)}
         failures = Failures(config.failures, loop, observers, cold_start_s)
-    if failures is None and all(pool.role == "mixed" for pool in pools):
+    is_plain = failures is None and not config.stores and not copies
+    if is_plain and all(pool.role == "mixed" for pool in pools):
         return None, None  # each request stays where it was sent
     network, transfers = _network(config, pools)
     loses = (lambda: False) if failures is None else failures.loses
-    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None)
+    stores = _stores(config, pools, network, transfers.kv_bytes_per_token, block_size) if config.stores else None
+    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None, stores=stores)
     return journeys, failures
+
+
+def _stores(
+    config: SimulationConfig, pools: Sequence[PoolConfig], network: Network, kv_bytes_per_token: float, block_size: int
+) -> Stores:
+    if kv_bytes_per_token <= 0:
+        raise ConfigurationError("stores need to know the bytes of a token's KV: kv_bytes_per_token must be above 0")
+    local: dict[int, dict[TierName, Link]] = {}
+    for replica_id, pool in enumerate(pools):
+        links: dict[TierName, Link] = {}
+        for store in config.stores:
+            bandwidth = store.bandwidth
+            if bandwidth is None and store.tier != "remote":
+                gpu = gpu_named(pool.gpu or config.gpu, config.prices)
+                host = gpu.host_bandwidth * gpu.host_efficiency * pool.num_gpus_per_replica
+                bandwidth = host if store.tier == "host" else STORAGE_BANDWIDTH
+            if bandwidth is not None:
+                links[store.tier] = Link(bandwidth=bandwidth, latency_s=store.latency_s)
+        local[replica_id] = links
+    return Stores(config.stores, network, local, kv_bytes_per_token=kv_bytes_per_token, block_size=block_size)
 
 
 def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:
@@ -504,6 +557,8 @@ def _resolve(config: SimulationConfig) -> _Setup:
         block_swap_s = tier.block_swap_s if block_swap_s is None else block_swap_s
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
     scheduler = replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None})
+    # Who wants explanations asks for them when a step has ended; as many requests may end in one.
+    scheduler = replace(scheduler, max_explanations=scheduler.max_num_seqs)
     return _Setup(
         preset=preset.name,
         limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),

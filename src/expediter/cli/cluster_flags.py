@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from expediter.sim.failures import FailureConfig
     from expediter.sim.report import Report
+    from expediter.sim.stores import StoreConfig
 
 
 def add_cluster_flags(group: argparse._ArgumentGroup) -> None:
@@ -26,6 +27,14 @@ def add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         "--transfer",
         metavar="STYLE",
         help="when KV goes from prefill to decode: pull, push or layerwise (default: the preset's)",
+    )
+    group.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="TIER:gib=N[,gbs=N]",
+        help="keep prompts' KV below the replicas' caches: host or disk (each replica's own) or remote (shared), of so "
+        "many GiB, read at so many GB/s (default: what the hardware has); may be repeated",
     )
 
 
@@ -100,7 +109,20 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
     """
     from expediter.assembly.pools import parse_pool
 
-    return {"pools": tuple(map(parse_pool, args.pool)), "transfer": args.transfer}
+    return {
+        "pools": tuple(map(parse_pool, args.pool)),
+        "transfer": args.transfer,
+        "stores": tuple(map(_store, args.store)),
+    }
+
+
+def _store(text: str) -> StoreConfig:
+    from expediter.sim.stores import StoreConfig
+
+    tier, _, rest = text.partition(":")
+    found = _fields("--store", rest, {"gib": "gib", "gbs": "gbs"}, 1)
+    bandwidth = found["gbs"] * 1e9 if "gbs" in found else None
+    return StoreConfig(tier=tier, num_bytes=int(found["gib"] * (1 << 30)), bandwidth=bandwidth)  # type: ignore[arg-type] # checked on construction
 
 
 def hardware_text(setup: dict[str, Any]) -> str:
@@ -125,6 +147,9 @@ def cluster_facts(report: Report) -> list[tuple[str, str]]:
         if totals.num_lost:
             text += f"; {totals.num_lost} lost, {totals.num_recomputed} computed again"
         facts.append(("transfers", text))
+    for tier, store in report.stores.items():
+        text = f"{store.num_tokens} prompt tokens for {store.num_fetches} requests, {store.num_bytes / 1e9:.3g} GB"
+        facts.append((f"from {tier}", text))
     if failures is not None:
         text = f"{failures.num_crashes} crashes, {failures.down_s:.4g} s down, {failures.num_slowdowns} slowdowns"
         facts.append(("failures", f"{text}; {failures.num_interrupted} requests went on elsewhere"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from expediter.cli.again import command_again
 from expediter.cli.simulate import add_hardware_flags, add_limit_flags, add_trace_flags, output_file, shared_config
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if json_file is not None:
             json_file.write(comparison.to_json())
         if html_file is not None:
-            html_file.write(comparison_page(comparison, _command(args)).encode())
+            html_file.write(comparison_page(comparison, command_again(args.words, "comparison.html")).encode())
     if args.json == "-":
         sys.stdout.write(comparison.to_json().decode())
     else:
@@ -116,17 +115,6 @@ def _numbers(what: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigurationError(f"{what} must be numbers with commas between them, not {text!r}") from error
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the command as it was given, but for what changes nothing in the comparison."""
-    left_out = ("--html", "--json", "--workers")
-    words = [
-        word
-        for before, word in pairwise(["expediter", *args.words])
-        if before not in left_out and word.partition("=")[0] not in left_out
-    ]
-    return shlex.join(["expediter", *words, "--html", "comparison.html"])
 
 
 @contextlib.contextmanager

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from expediter.cli.again import command_again
+from expediter.cli.simulate import output_file
 
 if TYPE_CHECKING:
     from expediter.assembly.simulation import SimulationConfig
     from expediter.studies.planning.planner import Told
     from expediter.studies.planning.setups import SearchSpace
     from expediter.studies.planning.trial import Traffic
+
+_Number = TypeVar("_Number", int, float)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     effort = parser.add_argument_group("how hard to look")
     effort.add_argument("--top", type=int, default=5, metavar="N", help="set-ups to find (default: %(default)s)")
     effort.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="draws of the traffic that those must serve (default: 3)"
+        "--seeds", type=int, default=3, metavar="N", help="draws of the traffic that must be served (default: 3)"
     )
     effort.add_argument(
         "--max-simulations", type=int, default=400, metavar="N", help="most simulations (default: %(default)s)"
@@ -84,6 +89,8 @@ def _add_space_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", default="llama-3.1-8b", metavar="SHAPE", help="name, or folder with a config.json (default: 8B)"
     )
+    group.add_argument("--weight-dtype", metavar="TYPE", help="bf16, fp8 or fp4 (default: the model's)")
+    group.add_argument("--kv-dtype", metavar="TYPE", help="bf16 or fp8 (default: the model's)")
     group.add_argument(
         "--gpu",
         action="append",
@@ -94,9 +101,23 @@ def _add_space_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tp", metavar="N,N", help="GPUs that share each layer (default: powers of two within a node)")
     group.add_argument("--pp", default="1,2", metavar="N,N", help="pipeline stages (default: %(default)s)")
     group.add_argument("--ep", default="1", metavar="N,N", help="groups that share experts (default: %(default)s)")
-    group.add_argument("--preset", metavar="NAME,NAME", help="compositions of scheduling parts (default: some)")
     group.add_argument(
-        "--max-num-batched-tokens", metavar="N,N", help="token budgets of a step (default: 512,2048,8192)"
+        "--preset",
+        default="sarathi,sglang,expediter,distserve",
+        metavar="NAME,NAME",
+        help="compositions of scheduling parts (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-share",
+        default="0.25,0.5,0.75",
+        metavar="X,X",
+        help="of the replicas, for presets that compute prompts on their own ones (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        default="512,2048,8192",
+        metavar="N,N",
+        help="token budgets of a step (default: %(default)s)",
     )
     group.add_argument("--max-gpus", type=int, default=64, metavar="N", help="most GPUs in all (default: %(default)s)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a request")
@@ -104,7 +125,7 @@ def _add_space_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine", default="vllm", metavar="NAME", help="whose overhead the GPUs carry (default: %(default)s)"
     )
-    group.add_argument("--calibration", type=Path, metavar="FILE", help="CSV of measured steps (docs/perfmodel.md)")
+    group.add_argument("--calibration", type=Path, metavar="FILE", help="measured steps (docs/perfmodel.md)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigurationError: the traffic or a flag cannot be used.
     """
     from expediter.cli.plan_tables import print_plan
+    from expediter.studies.planning.page import plan_page
     from expediter.studies.planning.planner import PlanConfig, make_plan
     from expediter.studies.workers import Workers
 
@@ -127,13 +149,14 @@ def run(args: argparse.Namespace) -> int:
         max_simulations=args.max_simulations,
         max_s=args.budget_s,
     )
-    with _files(args.json, args.html) as (json_file, html_file):
+    json_name = None if args.json == "-" else args.json
+    with output_file(json_name) as json_file, output_file(args.html) as html_file:
         with Workers(args.workers) as workers, _progress(config.max_simulations) as told:
             plan = make_plan(config, workers, told)
         if json_file is not None:
-            json_file.write_bytes(plan.to_json())
+            json_file.write(plan.to_json())
         if html_file is not None:
-            raise NotImplementedError
+            html_file.write(plan_page(plan, command_again(args.words, "plan.html")).encode())
     if args.json == "-":
         sys.stdout.write(plan.to_json().decode())
     else:
@@ -180,19 +203,20 @@ def _lengths(text: str, flag: str) -> tuple[float, float]:
         raise ConfigurationError(f"{flag} takes MEAN or MEAN,CV, not {text!r}") from None
 
 
-def _integers(text: str, flag: str) -> tuple[int, ...]:
+def _numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:
     from expediter.core.errors import ConfigurationError
 
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise ConfigurationError(f"{flag} takes integers with commas between them, not {text!r}") from None
+        what = "whole numbers" if kind is int else "numbers"
+        raise ConfigurationError(f"{flag} takes {what} with commas between them, not {text!r}") from None
 
 
 def _space(args: argparse.Namespace) -> SearchSpace:
     from expediter.core.errors import ConfigurationError
     from expediter.perfmodel.hardware import GPU_NAMES, gpu_named
-    from expediter.studies.planning.setups import DEFAULT_BUDGETS, DEFAULT_PRESETS, SearchSpace
+    from expediter.studies.planning.setups import SearchSpace
 
     prices: dict[str, float] = {}
     for text in args.gpu or GPU_NAMES:
@@ -201,14 +225,14 @@ def _space(args: argparse.Namespace) -> SearchSpace:
             prices[kind] = float(price) if has_price else gpu_named(kind).price_per_hour
         except ValueError:
             raise ConfigurationError(f"--gpu takes KIND or KIND=DOLLARS, not {text!r}") from None
-    budgets = args.max_num_batched_tokens
     return SearchSpace(
         gpus=prices,
-        tensor_parallel=() if args.tp is None else _integers(args.tp, "--tp"),
-        pipeline_parallel=_integers(args.pp, "--pp"),
-        expert_parallel=_integers(args.ep, "--ep"),
-        presets=DEFAULT_PRESETS if args.preset is None else tuple(args.preset.split(",")),
-        budgets=DEFAULT_BUDGETS if budgets is None else _integers(budgets, "--max-num-batched-tokens"),
+        tensor_parallel=() if args.tp is None else _numbers(args.tp, "--tp", int),
+        pipeline_parallel=_numbers(args.pp, "--pp", int),
+        expert_parallel=_numbers(args.ep, "--ep", int),
+        presets=tuple(args.preset.split(",")),
+        prefill_shares=_numbers(args.prefill_share, "--prefill-share", float),
+        budgets=_numbers(args.max_num_batched_tokens, "--max-num-batched-tokens", int),
         max_gpus=args.max_gpus,
     )
 
@@ -220,6 +244,8 @@ def _base(args: argparse.Namespace) -> SimulationConfig:
 
     return SimulationConfig(
         model=args.model,
+        weight_dtype=args.weight_dtype,
+        kv_dtype=args.kv_dtype,
         slo=parse_slo(args.slo),
         slo_classes=load_file_config(args.config).slo_classes,
         max_model_len=args.max_model_len,
@@ -227,21 +253,6 @@ def _base(args: argparse.Namespace) -> SimulationConfig:
         engine=args.engine,
         calibration=args.calibration,
     )
-
-
-@contextlib.contextmanager
-def _files(*names: str | None) -> Iterator[tuple[Path | None, ...]]:
-    """Check before the work is done that the files can be written, so that a bad path costs no simulation."""
-    from expediter.core.errors import ConfigurationError
-
-    paths = tuple(None if name in (None, "-") else Path(name) for name in names)
-    for path in paths:
-        try:
-            if path is not None:
-                path.touch()
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
-    yield paths
 
 
 @contextlib.contextmanager

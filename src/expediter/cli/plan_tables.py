@@ -33,7 +33,7 @@ def print_plan(plan: Plan) -> None:
             console.print(f"{number}. {_latencies(choice.point)}. {_breaks(choice)}")
         console.print("\nTo serve:")
         for number, choice in enumerate(plan.choices, 1):
-            console.print(f"{number}. {choice.command.line}")
+            console.print(f"{number}. {choice.command.line or '-'}")
         for note in dict.fromkeys(note for choice in plan.choices for note in choice.command.notes):
             console.print(f"   ({note})")
     else:
@@ -52,7 +52,7 @@ def _choices_table(choices: Sequence[Choice]) -> Table:
         column.justify = "right"
     for number, choice in enumerate(choices, 1):
         setup, limit = choice.point.setup, choice.limit
-        low, high = (f"{share:.1%}" for share in (min(choice.attainments), max(choice.attainments)))
+        low, high = (f"{share:.1%}" for share in (min(choice.point.attainments), max(choice.point.attainments)))
         table.add_row(
             str(number),
             setup.replicas_text(choice.point.replicas),

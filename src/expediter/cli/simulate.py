@@ -122,7 +122,7 @@ def add_hardware_flags(group: argparse._ArgumentGroup) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="CSV of measured steps to fit the engine to (docs/perfmodel.md)",
+        help="measured steps to fit the engine to: a CSV, or a server's steps (docs/perfmodel.md)",
     )
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="replicas behind the router (default: 1)")
     add_cluster_flags(group)

@@ -193,6 +193,22 @@ class TransferLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """The beginning of its prompt has come from elsewhere, before it starts.
+
+    Attributes:
+        source: the replica's number, or the name of a tier of storage.
+        num_tokens: that came.
+    """
+
+    request_id: str
+    now_s: float
+    source: str
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaDown:
     """A replica is gone, with its cache; `until_s` is when it will be back, infinite for never."""
 
@@ -207,7 +223,7 @@ class ReplicaUp:
     now_s: float
 
 
-ClusterEvent = Routed | Interrupted | HandedOff | Transferred | TransferLost | ReplicaDown | ReplicaUp
+ClusterEvent = Routed | Interrupted | HandedOff | Transferred | TransferLost | Fetched | ReplicaDown | ReplicaUp
 """What a cluster adds: for requests on their way between replicas, and of the replicas themselves."""
 Event = Queued | Rejected | Admitted | Preempted | FirstToken | Tokens | Finished
 """What a scheduler reports."""

@@ -16,6 +16,8 @@ Detail = str | int | float | bool
 class Reason(enum.Enum):
     """What held a request, or what it was doing."""
 
+    ROUTED = "routed"
+    """It was sent to a replica."""
     QUEUED = "queued"
     """Others were tried first."""
     BUDGET = "budget"
@@ -50,6 +52,8 @@ class Span:
 
     Details by reason; counts in tokens, blocks or requests, times in seconds:
 
+    - `ROUTED`: `replica`, `because`; `decode_replica` where another one yields its tokens; of those that were compared,
+      the chosen one first, `replica_1`, `cost_1`, `cached_tokens_1` and so on.
     - any kind of waiting: `requests` and `tokens` in the queue when it came, `started` before it did while it waited,
       seconds by what held the queue (`budget_s`, `no_slot_s`, `no_blocks_s`, `batch_s`, `step_s`); while it waits
       still: `ahead_requests`, `ahead_tokens`, `over_age`, and `held_by`, a `Reason`'s value.
@@ -68,6 +72,8 @@ class Span:
     def in_words(self) -> str:
         """Return the reason as a clause of plain English."""
         match self.reason:
+            case Reason.ROUTED:
+                return _routed(self.details)
             case Reason.PREFILLING:
                 return _prefilling(self.details)
             case Reason.DECODING:
@@ -87,6 +93,15 @@ def timeline(spans: Sequence[Span]) -> list[str]:
         f"{'and still' if span.to_s is None else f'{span.to_s - span.from_s:.3f} s':>10}  {span.in_words()}"
         for span in spans
     ]
+
+
+def _routed(details: Mapping[str, Detail]) -> str:
+    told = f"sent to replica {details['replica']}: {details['because']}"
+    if "decode_replica" in details:
+        told = f"{told}; replica {details['decode_replica']} goes on with it"
+    ranks = range(2, 1 + sum(key.startswith("cost_") for key in details))
+    others = [f"replica {details[f'replica_{rank}']} at {details[f'cost_{rank}']:.4g}" for rank in ranks]
+    return f"{told}; at cost {details['cost_1']:.4g}, {', '.join(others)}" if others else told
 
 
 def _waiting(told: str, details: Mapping[str, Detail]) -> str:

@@ -412,6 +412,8 @@ class KVCacheManager:
 
     def take_swaps(self) -> tuple[BlockMoves, BlockMoves]:
         """Return the moves out and in since the last call, for the plan that is being made."""
+        if not (self._swaps_out or self._swaps_in):
+            return NO_MOVES, NO_MOVES
         out, into = _joined(self._swaps_out), _joined(self._swaps_in)
         self._swaps_out, self._swaps_in = [], []
         return out, into

@@ -12,9 +12,12 @@ NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 class Node:
     """A run of blocks below its parent's. Whoever reuses a part of it splits it: its blocks have one past.
 
+    A leaf grows by a chunk of a prompt and shrinks by an evicted block at a time. Its tokens, of which there may be
+    hundreds of kilobytes, are put in order when somebody reads them, not with each change.
+
     Attributes:
-        tokens: int32 bytes of the run.
-        blocks: its block ids; `len(tokens) == len(blocks) * block_size * 4`.
+        settled: what `tokens` returns, None if the run has changed since it was last read.
+        blocks: block ids of the run; `len(tokens) == len(blocks) * block_size * 4`.
         children: by the bytes of their first block; None while there are none, which most nodes keep.
         stamp: logical time of the last use; a node's is never older than its children's.
         used_s: time of the last use, in the driver's clock.
@@ -24,6 +27,8 @@ class Node:
     """
 
     __slots__ = (
+        "_end",
+        "_pieces",
         "blocks",
         "children",
         "history",
@@ -31,8 +36,8 @@ class Node:
         "num_hits",
         "parent",
         "pinned_until_s",
+        "settled",
         "stamp",
-        "tokens",
         "used_s",
     )
 
@@ -41,7 +46,9 @@ class Node:
     ) -> None:
         self.node_id = node_id
         self.parent = parent
-        self.tokens = tokens
+        self.settled: bytes | None = tokens
+        self._pieces: list[bytes] | None = None
+        self._end: int | None = None  # of the bytes in the pieces, where it was cut off
         self.blocks = blocks
         self.children: dict[bytes, Node] | None = None
         self.stamp = stamp
@@ -49,6 +56,30 @@ class Node:
         self.num_hits = 0
         self.history = 0.0
         self.pinned_until_s = 0.0
+
+    @property
+    def tokens(self) -> bytes:
+        """int32 bytes of the run."""
+        if self.settled is None:
+            assert self._pieces is not None
+            self.settled = b"".join(self._pieces)[: self._end]
+            self._pieces = self._end = None
+        return self.settled
+
+    def lengthen(self, tokens: bytes, blocks: BlockIds) -> None:
+        """Add whole blocks at the end."""
+        if self._pieces is None or self._end is not None:
+            self._pieces, self._end = [self.tokens], None
+        self._pieces.append(tokens)
+        self.settled = None
+        self.blocks = np.concatenate((self.blocks, blocks))
+
+    def shorten(self, num_bytes: int, num_blocks: int) -> None:
+        """Cut the end off; that many bytes and blocks stay."""
+        if self._end is None:
+            self._pieces = [self.tokens]
+        self._end, self.settled = num_bytes, None
+        self.blocks = self.blocks[:num_blocks]
 
 
 class Root(Node):

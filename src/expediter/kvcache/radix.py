@@ -265,12 +265,15 @@ class RadixTree:
             if child is None:
                 break
             node = child
-            if not tokens.startswith(node.tokens, pos, end):
-                offset = self._common_blocks(node.tokens, tokens, pos, end)
+            run = node.settled
+            if run is None:
+                run = node.tokens
+            if not tokens.startswith(run, pos, end):
+                offset = self._common_blocks(run, tokens, pos, end)
                 parts.append(node.blocks[:offset])
                 return node, offset, pos + offset * width, parts
             parts.append(node.blocks)
-            pos += len(node.tokens)
+            pos += len(run)
         return node, len(node.blocks), pos, parts
 
     def _common_blocks(self, run: bytes, tokens: bytes, pos: int, end: int) -> int:
@@ -298,8 +301,7 @@ class RadixTree:
         """Add a run below `node`; a leaf that nobody else used is lengthened, so a growing sequence stays one node."""
         self.num_blocks += len(blocks)
         if node.children is None and node.parent is not None and not node.num_hits and not node.pinned_until_s:
-            node.tokens += tokens
-            node.blocks = np.concatenate((node.blocks, blocks))
+            node.lengthen(tokens, blocks)
             self._node_of[blocks] = node.node_id
             return node
         child = self._new_node(node, tokens, blocks.copy())
@@ -315,15 +317,15 @@ class RadixTree:
         parent = node.parent
         if parent is None or parent.children is None:
             raise InvariantError("a root has no blocks to split")
-        upper = self._new_node(parent, node.tokens[:cut], node.blocks[:offset].copy())
+        tokens = node.tokens
+        upper = self._new_node(parent, tokens[:cut], node.blocks[:offset].copy())
         upper.stamp, upper.used_s, upper.num_hits = node.stamp, node.used_s, node.num_hits
         self.pins.split(upper, node)
         self.policy.split(upper, node)
-        parent.children[node.tokens[: self._block_bytes]] = upper
-        node.tokens = node.tokens[cut:]
-        node.blocks = node.blocks[offset:].copy()
+        parent.children[tokens[: self._block_bytes]] = upper
+        node.settled, node.blocks = tokens[cut:], node.blocks[offset:].copy()
         node.parent = upper
-        upper.children = {node.tokens[: self._block_bytes]: node}
+        upper.children = {tokens[cut : cut + self._block_bytes]: node}
         return upper
 
     def _ending_at(self, block: int) -> Node:
@@ -351,8 +353,7 @@ class RadixTree:
         """Cut a leaf's tail off; an empty leaf goes, and its parent may become the next one."""
         self._node_of[node.blocks[num_blocks:]] = -1
         if num_blocks:
-            node.tokens = node.tokens[: num_blocks * self._block_bytes]
-            node.blocks = node.blocks[:num_blocks]
+            node.shorten(num_blocks * self._block_bytes, num_blocks)
             if self._heap[0] != self._entry(node):  # else it is the first candidate as before
                 self._offer(node)
             return

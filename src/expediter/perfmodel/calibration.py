@@ -1,10 +1,9 @@
-"""Fits an engine's constants to measured step times: published ones, or a CSV of one's own."""
+"""Fits an engine's constants to measured step times: published ones, or a file of one's own."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.plan import StepFeatures
 from expediter.perfmodel.constants import Engine
 from expediter.perfmodel.dimensions import ModelShape
-from expediter.perfmodel.hardware import Gpu, gpu_named
+from expediter.perfmodel.hardware import Gpu
+from expediter.perfmodel.measurements import Measurement, read_measurements
+from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.roofline import RooflineModel
-from expediter.perfmodel.shapes import shape_named
 
 Vector = npt.NDArray[np.float64]
 
@@ -26,47 +25,22 @@ _NEARLY_EXACT: Final = 0.02
 """Relative error below which a measurement weighs no more for being closer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """A step, or several, whose weighted sum of durations was measured.
-
-    Args:
-        parts: (weight, step) pairs; one pair of weight 1 for the time of a single step.
-        time_s: the sum, above 0.
-    """
-
-    shape: ModelShape
-    gpu: Gpu
-    tensor_parallel: int
-    expert_parallel: int = 1
-    parts: tuple[tuple[float, StepFeatures], ...]
-    time_s: float
-
-
-def prefill_step(prompt_tokens: int, batch_size: int) -> StepFeatures:
-    """Return the step that prefills `batch_size` prompts of so many tokens whole."""
-    return StepFeatures(prompt_tokens * batch_size, batch_size, 0, 0, batch_size * prompt_tokens**2 / 2)
-
-
-def decode_step(context_tokens: int, batch_size: int) -> StepFeatures:
-    """Return the step in which `batch_size` sequences decode over so many KV tokens each, the new one included."""
-    return StepFeatures(batch_size, batch_size, batch_size, batch_size * context_tokens, 0.0)
-
-
 def predicted_s(measurements: Sequence[Measurement], engine: Engine) -> Vector:
     """Return what the model says of each measurement in seconds, float64, shape [measurements]."""
-    models: dict[tuple[ModelShape, str, int, int], RooflineModel] = {}
+    models: dict[tuple[ModelShape, Gpu, Parallelism], RooflineModel] = {}
     times = np.empty(len(measurements))
     for i, row in enumerate(measurements):
-        key = (row.shape, row.gpu.name, row.tensor_parallel, row.expert_parallel)
+        key = (row.shape, row.gpu, row.parallelism)
         if key not in models:
-            models[key] = RooflineModel(row.shape, row.gpu, row.tensor_parallel, 1, row.expert_parallel, engine=engine)
+            split = row.parallelism
+            models[key] = RooflineModel(row.shape, row.gpu, split.tensor, split.pipeline, split.expert, engine=engine)
         times[i] = sum(weight * models[key].step_time_s(step) for weight, step in row.parts)
     return times
 
 
 SCALES: Final = {
     "step_s": 1e-3,
+    "worker_s": 1e-3,
     "prefill_step_s": 1e-3,
     "seq_s": 1e-5,
     "decode_launch_s": 5e-2,
@@ -162,7 +136,7 @@ def _axes(steps: Vector) -> list[tuple[Vector, float]]:
 
 
 def calibrated_engine(path: Path, base: Engine) -> Engine:
-    """Return `base` with the constants that the CSV at `path` determines fitted to it.
+    """Return `base` with the constants that the file at `path` determines fitted to it.
 
     Host time per step and per sequence and the factors on computing and reading always; the host time of prompt chunks
     if there is a prefill, and the factor on all-reduces if there are several GPUs.
@@ -174,52 +148,9 @@ def calibrated_engine(path: Path, base: Engine) -> Engine:
     free = ["step_s", "seq_s", "compute_factor", "memory_factor"]
     if any(step.num_prefill_tokens for row in rows for _, step in row.parts):
         free.append("prefill_step_s")
-    if any(row.tensor_parallel > 1 for row in rows):
+    if any(row.parallelism.tensor > 1 for row in rows):
         free.append("all_reduce_factor")
     try:
         return fit_engine(rows, free, base=base)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
-
-
-_COLUMNS: Final = ("model", "gpu", "tensor_parallel", "phase", "tokens", "batch_size", "time_ms")
-
-
-def read_measurements(path: Path) -> list[Measurement]:
-    """Read measured steps from a CSV with the columns model, gpu, tensor_parallel, phase, tokens, batch_size, time_ms.
-
-    `phase` is prefill (`tokens` per prompt) or decode (`tokens` of context per sequence, the new one included);
-    `time_ms` is that of one step of the whole batch.
-
-    Raises:
-        ConfigurationError: the file cannot be read, a column is missing, or a line is wrong; the message names it.
-    """
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigurationError(f"{path}, line 1: no column {', '.join(missing)}")
-            rows = []
-            for row in reader:
-                try:
-                    rows.append(_measurement(row))
-                except (ValueError, TypeError, ConfigurationError) as error:
-                    raise ConfigurationError(f"{path}, line {reader.line_num}: {error}") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    if not rows:
-        raise ConfigurationError(f"{path} holds no measurements")
-    return rows
-
-
-def _measurement(row: dict[str, str]) -> Measurement:
-    tokens, batch_size, time_ms = int(row["tokens"]), int(row["batch_size"]), float(row["time_ms"])
-    if tokens < 1 or batch_size < 1 or not 0 < time_ms < float("inf"):
-        raise ValueError("tokens and batch_size must be at least 1, and time_ms above 0")
-    if row["phase"] not in {"prefill", "decode"}:
-        raise ValueError(f"phase must be prefill or decode, not {row['phase']!r}")
-    step = (prefill_step if row["phase"] == "prefill" else decode_step)(tokens, batch_size)
-    shape, gpu, n = shape_named(row["model"]), gpu_named(row["gpu"]), int(row["tensor_parallel"])
-    RooflineModel(shape, gpu, n)  # refuses what cannot be split so, while the line is known
-    return Measurement(shape=shape, gpu=gpu, tensor_parallel=n, parts=((1.0, step),), time_s=time_ms / 1e3)

@@ -38,6 +38,15 @@ class ExpertKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernelsByType:
+    """By type of the experts' weights; fp4 is what is read so and computed in bfloat16."""
+
+    bf16: ExpertKernels
+    fp8: ExpertKernels
+    fp4: ExpertKernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """What single kernels reach on one GPU generation, launched from a CUDA graph.
 
@@ -60,7 +69,7 @@ class Kernels:
         all_to_all_share: of link bandwidth in all-to-alls.
         expert_skew: tokens that touch as many experts as this share of tokens that choose evenly.
         expert_imbalance: the fullest of g groups has g to this power times the mean.
-        experts: by type of their weights: bf16, fp8, and fp4 that is computed in bfloat16.
+        experts: what kernels of experts reach.
     """
 
     gemm_latency_s: float
@@ -79,7 +88,7 @@ class Kernels:
     all_to_all_share: float
     expert_skew: float
     expert_imbalance: float
-    experts: dict[str, ExpertKernels]
+    experts: ExpertKernelsByType
     fp8_gemm_latency_s: float = 0.0
     fp8_gemm_flops_share: float = 0.0
     fp8_gemm_bandwidth_share: float = 0.0
@@ -91,6 +100,7 @@ class Engine:
 
     Args:
         step_s: host time of a step that overlaps nothing.
+        worker_s: the same per GPU that shares a layer, where each is told what to run in turn.
         prefill_step_s: the same, in steps with a prompt chunk only.
         seq_s: per entry of the batch (sampling, tables, output); launches overlap it.
         decode_launch_s: host time to launch a decode without a CUDA graph; it overlaps the GPU's time.
@@ -104,6 +114,7 @@ class Engine:
     """
 
     step_s: float = 0.0
+    worker_s: float = 0.0
     prefill_step_s: float = 0.0
     seq_s: float = 0.0
     decode_launch_s: float = 0.0

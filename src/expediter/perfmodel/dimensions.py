@@ -78,6 +78,8 @@ class ModelShape:
         latent: of multi-head latent attention; None in attention with heads of KV.
         window_tokens: of the layers whose attention sees only so many tokens back; 0 if all see everything.
         num_windowed_layers: how many such layers.
+        norms_across_heads: queries and keys are normalized over all heads at once, so that GPUs which share the heads
+            add up their sums of squares, twice more per layer.
         dtype: of activations, embedding and output head.
         weight_dtype: of the layers' matrices.
         kv_dtype: of the KV cache.
@@ -99,6 +101,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     window_tokens: int = 0
     num_windowed_layers: int = 0
+    norms_across_heads: bool = False
     dtype: str = "bf16"
     weight_dtype: str = "bf16"
     kv_dtype: str = "bf16"

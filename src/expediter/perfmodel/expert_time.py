@@ -91,7 +91,7 @@ def _kernels_of(gpu: Gpu, dtype: str) -> tuple[ExpertKernels, float]:
     """Return the kernels and the peak FLOP/s of experts of a type; types that the GPU lacks compute in bfloat16."""
     known = gpu.kernels.experts
     if dtype == "fp4":
-        return (known["fp8"], gpu.fp4_flops) if gpu.fp4_flops else (known["fp4"], gpu.flops)
+        return (known.fp8, gpu.fp4_flops) if gpu.fp4_flops else (known.fp4, gpu.flops)
     if dtype == "fp8" and gpu.fp8_flops:
-        return known["fp8"], gpu.fp8_flops
-    return known["bf16"], gpu.flops
+        return known.fp8, gpu.fp8_flops
+    return known.bf16, gpu.flops

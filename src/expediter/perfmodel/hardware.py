@@ -11,7 +11,7 @@ Sources:
     Prices are what a stranger pays by the hour; contracts are far below. `gpu_named` takes one's own.
     Links to the host: PCIe 4.0 x16 on A100, A10, A40 and L40S, 5.0 x16 on H100, H200 and B200 [DS].
     What kernels reach (`constants.Kernels`) is fitted on tables of A100 and H100. Elsewhere it is that of the nearest
-    architecture that has one: A100's for A10, A40 and L40S, H100's for H200 and B200.
+    architecture that has one: A100's for A10, A40 and L40S, H100's for H200 and B200. Experts have one table, H100's.
 """
 
 from __future__ import annotations
@@ -101,6 +101,13 @@ _PCIE_LATENCY_S: Final = 1e-5  # [AIC] peer-to-peer latency; no measured all-red
 _AMPERE: Final = constants().kernels["ampere"]
 _HOPPER: Final = constants().kernels["hopper"]
 
+_ADA: Final = replace(  # products in fp8 reach the share of FLOP/s that they reach on H100, and read as on A100
+    _AMPERE,
+    fp8_gemm_latency_s=_AMPERE.gemm_latency_s,
+    fp8_gemm_flops_share=_HOPPER.fp8_gemm_flops_share,
+    fp8_gemm_bandwidth_share=_AMPERE.gemm_bandwidth_share,
+)
+
 _A100: Final = Gpu(
     name="a100-80g",
     memory_bytes=80 * _GIB,  # [AIC], as are the next three
@@ -156,6 +163,7 @@ _GPUS: Final = {
             memory_bandwidth=864e9,
             flops=362e12,
             fp8_flops=733e12,
+            kernels=_ADA,
             link_bandwidth=_PCIE_4,
             power_w=350,
             price_per_hour=2.25,  # [CW] 18.00 for eight

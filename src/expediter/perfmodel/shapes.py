@@ -93,6 +93,7 @@ _TIED: Final = frozenset({"opt", "bloom", "gpt2", "falcon", "gemma", "gemma2", "
 """Families whose output head is the embedding table where the file does not say."""
 _EXPERTS_IN_INTERMEDIATE: Final = frozenset({"mixtral", "gpt_oss", "minimax_m2", "phimoe", "olmoe", "granitemoe"})
 """Families whose `intermediate_size` is the width of an expert."""
+_NORMS_ACROSS_HEADS: Final = frozenset({"olmo2", "olmo3", "olmoe"})
 _REFUSED: Final = {
     "is_encoder_decoder": "encoders are not modelled",
     "state_size": "state-space layers are not modelled",
@@ -147,6 +148,7 @@ class _Fields:
                 latent=self._latent(),
                 window_tokens=window,
                 num_windowed_layers=num_windowed,
+                norms_across_heads=self._config.get("qk_norm_type") == "per_layer" or family in _NORMS_ACROSS_HEADS,
                 dtype=_DTYPES.get(str(self._get("torch_dtype")), "bf16"),
                 weight_dtype=weights,
             )

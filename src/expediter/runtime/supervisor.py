@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from expediter.control.fleet import Fleet, ReplicaProfile, ReplicaSnapshot
+from expediter.control.learning import LearnedSpeed
 from expediter.control.routing.base import Refusal, RouteQuery, Router
+from expediter.control.routing.notes import RoutingNotes
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
 from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Queued, Rejected
 from expediter.core.ports import Clock
@@ -43,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 _NOT_SPAWNED: Final = 127
 """Exit code of a command that cannot be run, as shells have it."""
+
+
+_MAX_NOTES: Final = 4096
+"""Routing decisions that can still be explained."""
 
 
 class ReplicaState(enum.Enum):
@@ -91,6 +97,7 @@ class _Replica:
     hello: Hello | None = None
     in_flight: dict[str, RequestStream] = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
+    speed: LearnedSpeed = field(default_factory=LearnedSpeed)
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     num_running: int = 0
@@ -132,6 +139,7 @@ class Supervisor:
         self._command = command
         self._router = router
         self._fleet = Fleet()
+        self._notes = RoutingNotes(_MAX_NOTES)
         self._step_log = step_log
         self._clock = clock
         self._config = config
@@ -205,6 +213,8 @@ class Supervisor:
         if self._draining:
             raise CapacityError("the server is shutting down")
         decision = self._router.route(RouteQuery.of(requests, self._clock.now()), self._fleet)
+        if len(self._replicas) > 1:
+            self._notes.note(requests, decision, requests[0].arrival_s)
         if isinstance(decision, Refusal):
             raise CapacityError(decision.message)
         replica = self._by_id[decision.replica_id]
@@ -244,7 +254,8 @@ class Supervisor:
                 answers = await asyncio.gather(*waits)
         except TimeoutError as error:
             raise CapacityError("the replica is busy and did not answer in time") from error
-        return next((answer for answer in answers if answer is not None), None)
+        told = next((answer for answer in answers if answer is not None), None)
+        return None if told is None else self._notes.before(request_id, told)
 
     # ---- state
 
@@ -333,6 +344,9 @@ class Supervisor:
                 self._show(replica, frame.stats)
                 if frame.features is not None:
                     replica.metrics.record_step(frame.features, frame.budget_tokens)
+                    speed = replica.speed.observe(frame.step_id, frame.features, frame.elapsed_s, frame.budget_tokens)
+                    if speed is not None:
+                        self._fleet.learned(replica.spec.replica_id, speed)
                     self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
         if replica.state is ReplicaState.STALLED:
             logger.info("replica %d is moving again", replica.spec.replica_id)

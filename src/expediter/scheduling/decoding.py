@@ -28,7 +28,7 @@ class DecodingBatch:
     - `ROOM`: negative number of free token positions in its blocks; 0 means that the next token needs a new block.
     - `LEFT`: negative number of output tokens until the longest allowed length; 0 means finished.
 
-    All four rise by one per step, so that a step is a single addition.
+    All four rise by one per step, so that a step is a single addition. `rows` are the numbers of all rows there may be.
     """
 
     COMPUTED, OUTPUT, ROOM, LEFT = range(4)
@@ -47,6 +47,8 @@ class DecodingBatch:
         # Output tokens by slot, not by row, so that rows can move without moving text.
         self._outputs: IntArray = np.zeros((max_num_seqs, _FIRST_WIDTH), np.int32)
         self.context_tokens = 0
+        self.rows: npt.NDArray[np.intp] = np.arange(max_num_seqs)
+        self.rows.flags.writeable = False
         # Bounds that spare most steps a look at every row: no output is longer, no row reaches its end before.
         self._longest_output = 0
         self._num_steps_left = _NEVER

@@ -329,32 +329,32 @@ class Draft:
         """
         decoding = self.running.decoding
         size = decoding.size if self.has_decodes else 0
-        slots = decoding.slots[:size].copy()
-        starts = decoding.counters[DecodingBatch.COMPUTED, :size].copy()
+        entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
+        columns = np.empty((3, size + len(entries)), np.int32)
+        slots, starts, lengths = columns
+        slots[:size] = decoding.slots[:size]
+        starts[:size] = decoding.counters[DecodingBatch.COMPUTED, :size]
+        lengths[:size] = 1
         tokens = decoding.last_tokens[:size].copy()
-        lengths = np.ones(size, np.int32)
-        sampled = np.arange(size)
-        sample_slots = slots
+        sampled, sample_slots = decoding.rows[:size], slots[:size]
         chunks = Chunks([], [])
         attention = 0.0
-        entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
         if entries:
             pieces = [tokens]
             last: list[int] = []
-            chunks.states.extend(state for state, _ in entries)
             for index, (state, chunk) in enumerate(entries, start=size):
                 start = state.num_computed_tokens
+                columns[:, index] = (state.slot, start, chunk)
                 pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
                 attention += chunk * (start + chunk / 2)
+                chunks.states.append(state)
                 if start + chunk == state.num_known_tokens:
                     last += [index] * len(state.members)
                     chunks.sampled.extend(state.members)
             tokens = np.concatenate(pieces)
-            slots = np.concatenate((slots, np.array([state.slot for state, _ in entries], np.int32)))
-            starts = np.concatenate((starts, np.array([s.num_computed_tokens for s, _ in entries], np.int32)))
-            lengths = np.concatenate((lengths, np.array([chunk for _, chunk in entries], np.int32)))
-            sampled = np.concatenate((sampled, np.array(last, np.intp)))
-            sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
+            if last:
+                sampled = np.concatenate((sampled, np.array(last, np.intp)))
+                sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
         swap_out, swap_in = self.running.kv.take_swaps()
         if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
             raise InvariantError("blocks are to move, and nothing runs with them")

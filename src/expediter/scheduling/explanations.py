@@ -17,6 +17,10 @@ _MAX_SPANS = 32
 """Of one request; from then on the newest takes the place of the one before it."""
 
 
+_Closed = tuple[float, float, Reason, Mapping[str, Detail]]
+"""A span that is over, as its fields: it becomes a `Span` when somebody asks."""
+
+
 class _HoldClock:
     """Seconds that the queue has been held, by reason."""
 
@@ -42,7 +46,7 @@ class _HoldClock:
 class _Record:
     """One live request: closed spans, the open one, and what the clock and the count of starts said at its start."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[_Closed] = field(default_factory=list)
     from_s: float = 0.0
     reason: Reason = Reason.QUEUED
     details: dict[str, Detail] = field(default_factory=dict)
@@ -60,7 +64,7 @@ class Explanations:
     def __init__(self, max_ended: int) -> None:
         self._max_ended = max_ended
         self._live: dict[str, _Record] = {}
-        self._ended: OrderedDict[str, tuple[Span, ...]] = OrderedDict()
+        self._ended: OrderedDict[str, list[_Closed]] = OrderedDict()
         self._clock = _HoldClock()
         self._num_started = 0
 
@@ -123,10 +127,11 @@ class Explanations:
         else:
             self._stop_waiting(record, now_s)
             self._open(record, now_s, reason, details)
-        self._keep(request_id, (*record.spans, Span(record.from_s, now_s, record.reason, record.details)))
+        record.spans.append((record.from_s, now_s, record.reason, record.details))
+        self._keep(request_id, record.spans)
         return record.held_s
 
-    def _keep(self, request_id: str, spans: tuple[Span, ...]) -> None:
+    def _keep(self, request_id: str, spans: list[_Closed]) -> None:
         self._ended[request_id] = spans
         self._ended.move_to_end(request_id)
         if len(self._ended) > self._max_ended:
@@ -134,10 +139,9 @@ class Explanations:
 
     def _open(self, record: _Record, now_s: float, reason: Reason, details: dict[str, Detail]) -> None:
         if len(record.spans) < _MAX_SPANS:
-            record.spans.append(Span(record.from_s, now_s, record.reason, record.details))
+            record.spans.append((record.from_s, now_s, record.reason, record.details))
         else:
-            last = record.spans[-1]
-            record.spans[-1] = Span(last.from_s, now_s, record.reason, record.details)
+            record.spans[-1] = (record.spans[-1][0], now_s, record.reason, record.details)
         record.from_s, record.reason, record.details = now_s, reason, details
 
     def _start_waiting(self, record: _Record, now_s: float) -> None:
@@ -191,7 +195,8 @@ class Explanations:
         """
         record = self._live.get(request_id)
         if record is None:
-            return self._ended.get(request_id)
+            spans = self._ended.get(request_id)
+            return None if spans is None else tuple(Span(*span) for span in spans)
         details, reason = dict(record.details), record.reason
         if record.clock is not None:
             details |= self._so_far(record, self._held_s(record, now_s))
@@ -199,4 +204,4 @@ class Explanations:
             reason = place if reason is Reason.QUEUED else reason
             if self._clock.reason is not None:
                 details["held_by"] = self._clock.reason.value
-        return (*record.spans, Span(record.from_s, None, reason, details))
+        return (*(Span(*span) for span in record.spans), Span(record.from_s, None, reason, details))

@@ -67,15 +67,18 @@ class Passage:
             state.pace_s = self._knowledge.pace_s(state, carried.first_token_s)
         return state
 
-    def reserve(self, state: RequestState, num_tokens: int, now_s: float) -> Landing | None:
+    def reserve(self, state: RequestState, num_tokens: int, now_s: float, *, is_short: bool) -> Landing | None:
         """Take blocks for the first `num_tokens` tokens of a request and for one more, if nobody older waits for room.
 
         Everybody who runs keeps a block to grow into. Without the look at the queue a stream of landings could starve
         a request that was preempted.
+
+        Args:
+            is_short: somebody did not find room when the last step was planned.
         """
         oldest = self._waiting.oldest
         is_first = oldest is None or oldest.request.arrival_s >= state.request.arrival_s
-        if oldest is not None and not is_first and self._kv.landings.find(oldest.sequence) is None:
+        if is_short and oldest is not None and not is_first and self._kv.landings.find(oldest.sequence) is None:
             return None
         return self._kv.landings.reserve(
             state.token_bytes,

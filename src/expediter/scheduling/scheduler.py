@@ -240,7 +240,9 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError(f"blocks are reserved while step {self._in_flight.plan.step_id} is in flight")
-        return self._passage.reserve(self._passage.state_of(request, carried, self._next_sequence), num_tokens, now_s)
+        state = self._passage.state_of(request, carried, self._next_sequence)
+        is_short = bool(self._refused.get(Reason.NO_BLOCKS))
+        return self._passage.reserve(state, num_tokens, now_s, is_short=is_short)
 
     def land(self, landing: Landing, now_s: float) -> bool:
         """Record that the KV of a landing is here; False if it does not wait for any (any more)."""

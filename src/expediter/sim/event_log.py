@@ -18,6 +18,7 @@ from expediter.core.events import (
     Admitted,
     ClusterEvent,
     Event,
+    Fetched,
     Finished,
     FirstToken,
     HandedOff,
@@ -84,7 +85,7 @@ class EventLog:
                     self._write(event.now_s, "rejected", event.request_id, {"replica": replica_id, **facts})
                 case ReplicaDown() | ReplicaUp():
                     self._write_replica(replica_id, event)
-                case Routed() | Interrupted() | HandedOff() | Transferred() | TransferLost():
+                case Routed() | Interrupted() | HandedOff() | Transferred() | TransferLost() | Fetched():
                     self._move(replica_id, event)
                 case _:  # Queued is the arrival's own line
                     pass
@@ -95,7 +96,9 @@ class EventLog:
             line |= {"event": "replica_down", "until": event.until_s if math.isfinite(event.until_s) else None}
         self._file.write(self._encoder.encode(line) + b"\n")
 
-    def _move(self, replica_id: int, event: Routed | Interrupted | HandedOff | Transferred | TransferLost) -> None:
+    def _move(
+        self, replica_id: int, event: Routed | Interrupted | HandedOff | Transferred | TransferLost | Fetched
+    ) -> None:
         name, facts = "routed", dict[str, Any]()
         match event:
             case Interrupted():
@@ -105,6 +108,9 @@ class EventLog:
             case Transferred():
                 name = "transferred"
                 facts = {"from": event.source_id, "bytes": event.num_bytes, "exposed_s": event.exposed_s}
+            case Fetched():
+                name = "fetched"
+                facts = {"from": event.source, "tokens": event.num_tokens, "bytes": event.num_bytes}
             case TransferLost():
                 name, facts = "transfer_lost", {"from": event.source_id}
             case _:

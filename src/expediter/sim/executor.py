@@ -96,7 +96,9 @@ class SimulatedExecutor:
         sampled = plan.sampled
         if not len(sampled):
             return np.empty((1, 0), np.int32)
-        positions = plan.starts[sampled] + plan.lengths[sampled]
+        positions = plan.starts + plan.lengths
+        if plan.num_decodes < plan.num_seqs:  # else each entry is sampled once
+            positions = positions[sampled]
         return output_tokens(self._bases[plan.sample_slots], positions, plan.num_steps)
 
 

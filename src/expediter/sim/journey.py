@@ -7,9 +7,38 @@ from dataclasses import dataclass
 from expediter.core.request import Carried, Request
 from expediter.kvcache.landing import Landing
 from expediter.sim.network import Passage
+from expediter.sim.stores import TierName
 
 NOWHERE = -1
 """No replica."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One beginning on its way to a replica whose request waits for it.
+
+    Attributes:
+        leg: the request as the replica is to see it.
+        keep: as in `Scheduler.add_group`.
+        source_id: the replica that it comes from; NOWHERE for a tier.
+        tier: the tier that it comes from; None for a replica.
+        num_tokens: of the prompt, those that the replica has already included.
+        hold: its path in the source's cache.
+        landing: blocks reserved for it.
+        is_off: given up before it began.
+    """
+
+    leg: Request
+    keep: bool
+    source_id: int
+    tier: TierName | None
+    num_tokens: int
+    hold: Landing | None = None
+    landing: Landing | None = None
+    passage: Passage | None = None
+    ticket: int = -1
+    sent_s: float = 0.0
+    is_off: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +52,11 @@ class Journey:
         replica_id: whose scheduler has it, or is about to.
         hands_off: that one computes its prompt only.
         held_by: who holds its KV (`hold`).
+        chosen_id: who was chosen to go on with it when it was routed.
         target_id: who is to go on with it.
         landing: blocks reserved on the target.
         passage: the transfer's place on the network.
+        fetch: what is being fetched for it before it can start.
         ticket: of the transfer's end, or of the end of a lease; -1 while there is none.
         prompt_began_s: when its prompt began to be computed.
         waits_since_s: since when its client waits for KV.
@@ -41,9 +72,11 @@ class Journey:
     hands_off: bool = False
     held_by: int = NOWHERE
     hold: Landing | None = None
+    chosen_id: int = NOWHERE
     target_id: int = NOWHERE
     landing: Landing | None = None
     passage: Passage | None = None
+    fetch: Fetch | None = None
     ticket: int = -1
     prompt_began_s: float = 0.0
     waits_since_s: float = 0.0

@@ -24,6 +24,7 @@ from expediter.core.events import (
     ClusterEvent,
     Event,
     Finished,
+    FirstToken,
     Interrupted,
     Queued,
     Rejected,
@@ -35,11 +36,13 @@ from expediter.core.events import (
 )
 from expediter.core.request import FinishReason, Request, RequestState
 from expediter.kvcache.landing import Landing
-from expediter.sim.journey import NOWHERE, Journey
+from expediter.sim.fetches import Fetches
+from expediter.sim.journey import NOWHERE, Fetch, Journey
 from expediter.sim.loop import EventLoop
 from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
+from expediter.sim.stores import Stores, StoreTotals, TierName
 from expediter.sim.transfers import TransferConfig, Transfers, TransferTotals
 
 _WAITS: Final = Placement(replica_id=NOWHERE, because="no replica is up: it waits until one is")
@@ -51,6 +54,9 @@ class Journeys:
     Args:
         loses: whether the next transfer is lost; asked once for each, in order.
         can_fail: replicas may go and come back: requests that find none wait, without a bound, until one is up.
+        stores: tiers of storage that prompts can be fetched from, if there are any.
+    Attributes:
+        link: what a router may take a copy of KV between two replicas to cost.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Journeys:
         *,
         loses: Callable[[], bool],
         can_fail: bool,
+        stores: Stores | None = None,
     ) -> None:
         self._loop = loop
         self._observer = observer
@@ -69,6 +76,17 @@ class Journeys:
         self._transfers = Transfers(
             loop, network, observer, config, arrive=self._go_on, recompute=self._recompute, loses=loses
         )
+        self._fetches = Fetches(
+            loop,
+            network,
+            observer,
+            compute=self._compute,
+            stores=stores,
+            kv_bytes_per_token=config.kv_bytes_per_token,
+            lease_s=config.lease_s,
+        )
+        self._stores = stores
+        self.link = network.mean_link(config.kv_bytes_per_token)
         self._fallback = LeastLoad()
         self._live: dict[str, Journey] = {}
         self._parked: list[list[Journey]] = []
@@ -83,11 +101,17 @@ class Journeys:
         if any(replica.role == "prefill" for replica in replicas.values()):
             self._seconds = [replica for replica in replicas.values() if replica.role != "prefill"]
         self._transfers.enter(replicas)
+        self._fetches.enter(replicas, fleet)
 
     @property
     def totals(self) -> TransferTotals:
         """What the transfers came to."""
         return self._transfers.totals
+
+    @property
+    def store_totals(self) -> Mapping[TierName, StoreTotals]:
+        """What each tier of storage was good for."""
+        return {} if self._stores is None else self._stores.totals
 
     @property
     def num_live(self) -> int:
@@ -134,23 +158,38 @@ class Journeys:
         """Start a leg: of new requests of one group, or of a single one that goes on."""
         replica, first = self._replicas[placement.replica_id], journeys[0]
         is_prompt_only = replica.role == "prefill"
+        if placement.decode_id is not None:  # pools may lend replicas to each other
+            is_prompt_only = placement.decode_id != placement.replica_id
         keep = is_prompt_only and has_second_leg(first.request, first.carried)
         legs = [prompt_leg(j.request, j.carried) if is_prompt_only else j.request for j in journeys]
         for journey in journeys:
             journey.replica_id, journey.hands_off, journey.prompt_began_s = replica.replica_id, keep, now_s
-        if len(journeys) > 1 or first.carried is None:
+        fetch = None
+        if len(journeys) == 1 and first.carried is None:
+            fetch = self._fetches.wanted(first.request, legs[0], placement, now_s, keep=keep)
+        if fetch is not None:
+            self._fetches.begin(first, fetch, now_s)
+        elif len(journeys) > 1 or first.carried is None:
             replica.receive(legs, now_s, keep=keep)
         else:
             self._resume(first, legs[0], None, now_s, keep=keep)
         self._fleet.dispatched(replica.replica_id)
+        for journey in journeys:
+            journey.chosen_id = NOWHERE if placement.decode_id is None else placement.decode_id
         if keep and self._transfers.config.style.reserves_ahead:
             for journey in journeys:
-                target_id = placement.decode_id
-                if target_id is None or target_id not in self._fleet:
+                target_id = journey.chosen_id
+                if target_id not in self._fleet:
                     found = self._router.hand_off(RouteQuery(journey.request, now_s), self._fleet)
-                    target_id = found.replica_id if isinstance(found, Placement) else None
-                if target_id is not None:
+                    target_id = found.replica_id if isinstance(found, Placement) else NOWHERE
+                if target_id != NOWHERE:
                     self._ask(journey, target_id, now_s)
+
+    def _compute(self, journey: Journey, fetch: Fetch, now_s: float) -> None:
+        """Nothing is fetched: the request starts as it is."""
+        replica = self._replicas[journey.replica_id]
+        replica.forget(journey.request_id)
+        replica.receive([fetch.leg], now_s, keep=fetch.keep)
 
     def _resume(
         self, journey: Journey, leg: Request, landing: Landing | None, now_s: float, *, keep: bool = False
@@ -191,6 +230,8 @@ class Journeys:
                     if journey.was_admitted and not event.resumed:
                         event = replace(event, resumed=True)  # noqa: PLW2901 - its first start was on a replica that is gone
                     journey.was_admitted = True
+                case FirstToken() if self._stores is not None:
+                    self._stores.put(journey.request, replica_id, event.now_s)
                 case Finished() if journey.hands_off and event.reason is FinishReason.LENGTH:
                     leaving.append(journey)
                     continue
@@ -232,7 +273,11 @@ class Journeys:
             self._choose_target(journey, now_s)
 
     def _choose_target(self, journey: Journey, now_s: float) -> None:
-        """Ask who goes on with a request whose prompt is done; refused, that is its end."""
+        """Ask who goes on with a request whose prompt is done, if that is open; refused, that is its end."""
+        chosen_id, journey.chosen_id = journey.chosen_id, NOWHERE
+        if chosen_id in self._fleet:
+            self._ask(journey, chosen_id, now_s)
+            return
         decision = self._router.hand_off(RouteQuery(journey.request, now_s), self._fleet)
         if isinstance(decision, Placement):
             self._ask(journey, decision.replica_id, now_s)
@@ -268,6 +313,8 @@ class Journeys:
         """
         self._fleet.leave(replica_id)
         self._transfers.replica_lost(replica_id)
+        if self._stores is not None:
+            self._stores.replica_lost(replica_id)
         groups: dict[str, list[Journey]] = {}
         for departures in self._replicas[replica_id].crash(now_s):
             group = [self._live[departure.request.request_id] for departure in departures]
@@ -281,7 +328,10 @@ class Journeys:
                 if journey.hold is not None and journey.held_by != replica_id:
                     self._choose_target(journey, now_s)
             if replica_id not in (journey.replica_id, journey.held_by):
+                if journey.fetch is not None and journey.fetch.source_id == replica_id:
+                    self._fetches.source_lost(journey, now_s)
                 continue
+            self._fetches.cancel(journey, now_s)
             if journey.held_by == replica_id:
                 self._transfers.source_lost(journey, now_s)
             else:

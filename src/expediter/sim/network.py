@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from expediter.control.fleet import KvLink
 from expediter.core.errors import ConfigurationError
 from expediter.perfmodel.transfer import layerwise_exposed_s
 
@@ -56,6 +57,23 @@ class Network:
         self._num_layers = num_layers
         self._out_free_s = dict.fromkeys(links, 0.0)
         self._in_free_s = dict.fromkeys(links, 0.0)
+
+    def mean_link(self, bytes_per_token: float) -> KvLink:
+        """Return the time of KV between two replicas of average links that do nothing else."""
+        links = list(self._links.values())
+        bandwidth = sum(link.bandwidth for link in links) / len(links)
+        return KvLink(latency_s=sum(link.latency_s for link in links) / len(links), token_s=bytes_per_token / bandwidth)
+
+    def add(self, place: int, link: Link) -> None:
+        """Connect another place, such as a store; by a number of its own."""
+        self._links[place] = link
+        self._out_free_s[place] = self._in_free_s[place] = 0.0
+
+    def arrival_s(self, source: int, target: int, num_bytes: int, now_s: float) -> float:
+        """Return when the last byte of a transfer would arrive that is sent now."""
+        a, b = self._links[source], self._links[target]
+        free_s = max(now_s, self._out_free_s[source], self._in_free_s[target])
+        return free_s + num_bytes / min(a.bandwidth, b.bandwidth) + max(a.latency_s, b.latency_s)
 
     def send(
         self, source: int, target: int, num_bytes: int, now_s: float, *, layers_since_s: float | None = None

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from expediter.control.routing.base import Decision, Refusal
+from expediter.control.routing.notes import RoutingNotes, span_of
 from expediter.core.events import ClusterEvent, Event, Finished, Rejected
-from expediter.core.explanation import Reason, Span
+from expediter.core.explanation import Span
 from expediter.core.request import Request
 
 
@@ -66,22 +67,34 @@ class Explainer:
     Args:
         request_ids: which ones.
         ask: scheduler of a replica: (replica, request, time) -> spans.
+        notes: keeps why they were sent where they were; None where there was no choice.
     Attributes:
         spans: what the schedulers said, by request; only of those that ended.
     """
 
-    def __init__(self, request_ids: Iterable[str], ask: Callable[[int, str, float], tuple[Span, ...] | None]) -> None:
+    def __init__(
+        self,
+        request_ids: Iterable[str],
+        ask: Callable[[int, str, float], tuple[Span, ...] | None],
+        notes: RoutingNotes | None = None,
+    ) -> None:
         self.spans: dict[str, tuple[Span, ...]] = {}
         self._wanted = frozenset(request_ids)
         self._ask = ask
+        self._notes = notes
 
     def arrived(self, request: Request, decision: Decision, now_s: float) -> None:
-        if isinstance(decision, Refusal) and request.request_id in self._wanted:
-            self.spans[request.request_id] = (Span(now_s, now_s, Reason.REJECTED, {"cause": decision.message}),)
+        if request.request_id not in self._wanted:
+            return
+        if isinstance(decision, Refusal):
+            self.spans[request.request_id] = (span_of(decision, now_s),)
+        elif self._notes is not None:
+            self._notes.note((request,), decision, now_s)
 
     def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for event in events:
             if isinstance(event, Finished | Rejected) and event.request_id in self._wanted:
                 spans = self._ask(replica_id, event.request_id, event.now_s)
                 if spans is not None:
-                    self.spans[event.request_id] = spans
+                    notes = self._notes
+                    self.spans[event.request_id] = spans if notes is None else notes.before(event.request_id, spans)

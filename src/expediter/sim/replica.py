@@ -141,8 +141,7 @@ class SimulatedReplica:
     def post(self, action: Callable[[float], None], now_s: float) -> None:
         """Do something with the scheduler between two steps, as soon as may be; first posted, first done."""
         self._posted.append(action)
-        if not self._is_planning:
-            self._interrupt(now_s)
+        self._interrupt(now_s)
 
     def report(self, events: list[Event]) -> None:
         """Pass on what a posted action made the scheduler say."""
@@ -190,6 +189,8 @@ class SimulatedReplica:
 
     def _interrupt(self, now_s: float) -> None:
         """Plan as soon as the step in progress has ended."""
+        if self._is_planning:
+            return
         if self._plan is None:
             self._wake(now_s)
         elif len(self._ends_s) > 1:

@@ -13,6 +13,7 @@ from expediter.sim.distribution import Distribution, Sample
 from expediter.sim.failures import FailureTotals
 from expediter.sim.metrics import Groups, MetricsCollector, Outcome, RequestCounts, Tally
 from expediter.sim.replica import SimulatedReplica
+from expediter.sim.stores import StoreTotals, TierName
 from expediter.sim.timeline import Timeline, TimelineRecorder
 from expediter.sim.trace import TraceSummary
 from expediter.sim.transfers import TransferTotals
@@ -85,6 +86,9 @@ class DecisionReport:
     step_time_error: float | None
 
 
+NO_STORES: Final[Mapping[str, StoreTotals]] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
     """The replicas of one pool.
@@ -138,6 +142,7 @@ class Report:
         pools: the replicas, pool by pool.
         transfers: of KV between replicas, if there could be any.
         failures: what went wrong, if anything could.
+        stores: what tiers of storage were good for, by name, if there are any.
         timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """
 
@@ -169,6 +174,7 @@ class Report:
     pools: Sequence[PoolReport]
     transfers: TransferTotals | None
     failures: FailureTotals | None
+    stores: Mapping[str, StoreTotals]
     timeline: Timeline | None
     curves: Curves | None
 
@@ -191,6 +197,7 @@ def build_report(
     pools: Sequence[PoolReport] = (),
     transfers: TransferTotals | None = None,
     failures: FailureTotals | None = None,
+    stores: Mapping[str, StoreTotals] | Mapping[TierName, StoreTotals] = NO_STORES,
 ) -> Report:
     """Return the report on a simulation that has ended; with timeline and curves if there is a `timeline`.
 
@@ -229,6 +236,7 @@ def build_report(
         pools=pools,
         transfers=transfers,
         failures=failures,
+        stores={str(tier): totals for tier, totals in stores.items()},
         timeline=None if timeline is None else timeline.finish(metrics.last_event_s),
         curves=None if timeline is None else _curves(total),
     )

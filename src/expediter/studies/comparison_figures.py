@@ -153,8 +153,8 @@ def _meaning_of_load(comparison: Comparison) -> str:
         return f"A load is a multiple of the trace's own rate; {own}. The same requests come faster or slower."
     return (
         f"Load 1 is {number(comparison.capacity_rps or 0.0)} requests/s: the rate at which {comparison.names[0]} "
-        f"finishes these requests when all are there from the start. ({own[0].upper()}{own[1:]}.) Above it queues grow "
-        "for as long as requests come, and what counts is whom to serve first."
+        f"finishes these requests when all are there from the start. ({own[0].upper()}{own[1:]}.) Above it "
+        f"{comparison.names[0]}'s queue grows for as long as requests come."
     )
 
 
@@ -214,7 +214,7 @@ def add_at_load(page: Page, comparison: Comparison) -> None:
     page.add(
         section(
             heading("At one load"),
-            page.choice("Show:"),
+            page.choice(),
             grid(
                 page.figure(_curve_figure(comparison, "ttft", "Time to first token", lambda cell: cell.curves.ttft_s)),
                 page.figure(

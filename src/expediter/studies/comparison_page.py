@@ -39,11 +39,9 @@ def comparison_page(comparison: Comparison, command: str) -> str:
     chosen = _telling_load(comparison)
     page = Page(
         title=f"{listed(names)} compared",
-        choices=[
-            (text, f"load {text} ({number(point.offered_rps)}/s)")
-            for text, point in zip(loads, comparison.loads, strict=True)
-        ],
+        choices=[(text, f"{number(point.offered_rps)}/s") for text, point in zip(loads, comparison.loads, strict=True)],
         chosen=f"{chosen:g}",
+        chosen_what="Load",
     )
     _add_top(page, comparison)
     add_over_load(page, comparison)

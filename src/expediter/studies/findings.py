@@ -15,7 +15,7 @@ from itertools import groupby
 from statistics import fmean, stdev
 from typing import Final
 
-from expediter.studies.words import listed, number, percent
+from expediter.studies.words import listed, number, percent, seconds
 
 TIE_SHARE: Final = 0.01
 LEAST_REQUESTS: Final = 6
@@ -248,10 +248,16 @@ def _lead(stretch: Sequence[Verdict], per_gpu: bool) -> str:
         if one.advantage is None:
             parts.append(f"{one.runner_up}, the next, serves none in time{at}")
         elif before is not None and before.runner_up == one.runner_up and before.advantage is not None:
-            parts.append(f"{percent(one.advantage)}{at}")
+            parts.append(f"{_more(one.advantage)}{at}")
         else:
-            parts.append(f"{percent(one.advantage)} more than {one.runner_up}{at}")
+            parts.append(f"{_more(one.advantage, one.runner_up)}{at}")
     return f"{who}, {' and '.join(parts)}"
+
+
+def _more(advantage: float, than: str | None = None) -> str:
+    if advantage >= 1:
+        return f"{advantage + 1:.2g} times as many{f' as {than}' if than else ''}"
+    return f"{percent(advantage)}{f' more than {than}' if than else ''}"
 
 
 def _loads(loads: Sequence[float]) -> str:
@@ -278,6 +284,11 @@ def _sustained(entry: str, attainment: float, outcomes: Sequence[Outcome]) -> Su
 def _in_words(sustained: Sequence[Sustained]) -> Iterable[str]:
     for attainment, group in groupby(sustained, lambda one: one.attainment):
         ranked = sorted(group, key=lambda one: (-one.offered_rps, not one.is_bound))
+        if not ranked[0].offered_rps or ranked[-1].is_bound:
+            which = "all" if ranked[-1].is_bound else "none"
+            whose = "" if len(ranked) == 1 else " with every entry" if ranked[-1].is_bound else " with any entry"
+            yield f"{percent(attainment)} of the requests meet their targets at {which} of these loads{whose}."
+            continue
         parts = [f"{one.entry} {_rate_of(one)}" for one in ranked]
         yield f"{percent(attainment)} of the requests meet their targets up to a rate of: {', '.join(parts)}."
 
@@ -306,9 +317,10 @@ def _limit(outcome: Outcome) -> str:
     sentence = f"{outcome.entry} serves {attained} in time; of the others, {' and '.join(missed)}."
     waited = sum(outcome.held_s.values())
     if waited > 0:
-        name, seconds = max(outcome.held_s.items(), key=lambda item: item[1])
+        name, held_s = max(outcome.held_s.items(), key=lambda item: item[1])
+        share = "all" if held_s == waited else percent(held_s / waited)
         sentence += (
-            f" A request waited {number(waited)} s on average, {percent(seconds / waited)} of it "
+            f" A request waited {seconds(waited)} on average, {share} of it "
             f"{HELD.get(name, f'by {name}')}; running requests held {percent(outcome.kv_used_share)} of the KV memory."
         )
     return sentence
@@ -340,11 +352,12 @@ def _noise(verdicts: Sequence[Verdict], num_seeds: int) -> Iterable[str]:
 
 
 def _caveats(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    drained = max(outcomes, key=lambda outcome: outcome.drain_share)
-    if drained.drain_share <= _SHORT_DRAIN_SHARE:
+    longest = max(outcomes, key=lambda outcome: outcome.drain_share)
+    if longest.drain_share <= _SHORT_DRAIN_SHARE:
         return ()
+    span_s = longest.num_requests / longest.offered_rps
     return (
-        f"The traffic is short for its load: {drained.entry} at load {drained.load:g} went on for "
-        f"{percent(drained.drain_share)} of the arrivals' time after the last one. Queues had no time to grow to "
-        "their length; more requests (--limit, or another trace) show what lasts.",
+        f"The traffic is short: at load {longest.load:g} requests came for {seconds(span_s)}, and {longest.entry} went "
+        f"on for {seconds(longest.drain_share * span_s)} after the last one. How long queues become in the end, and "
+        "whom that hurts, takes more requests to show (--limit, or another trace).",
     )

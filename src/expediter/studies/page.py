@@ -118,13 +118,16 @@ class Page:
 
     Args:
         title: of the document.
-        choices: what the reader may choose between, as (value, label); plots and `choice_views` follow it.
+        choices: what the reader may choose between, as (value, what is said beside it); plots and `choice_views`
+            follow it.
         chosen: the first choice.
+        chosen_what: what is chosen, such as "Load".
     """
 
     title: str
     choices: Sequence[tuple[str, str]] = ()
     chosen: str = ""
+    chosen_what: str = ""
     _parts: list[str] = field(default_factory=list)
     _figures: list[Figure] = field(default_factory=list)
 
@@ -137,24 +140,25 @@ class Page:
         self._figures.append(figure)
         return _framed(figure.title, f'<div class="plot" id="{figure.name}"></div>', figure.caption, figure.wide)
 
-    def choice(self, legend: str) -> Markup:
+    def choice(self) -> Markup:
         """Return the buttons to choose with."""
-        buttons = "".join(
-            f'<label><input type="radio" name="view" value="{escape(value)}"'
-            f"{' checked' if value == self.chosen else ''}><span>{escape(label)}</span></label>"
-            for value, label in self.choices
-        )
-        return Markup(f'<fieldset class="choice"><legend>{escape(legend)}</legend>{buttons}</fieldset>')
+        buttons = []
+        for value, beside in self.choices:
+            checked = " checked" if value == self.chosen else ""
+            text = f"{escape(value)} <small>{escape(beside)}</small>"
+            radio = f'<input type="radio" name="view" value="{escape(value)}"{checked}>'
+            buttons.append(f"<label>{radio}<span>{text}</span></label>")
+        legend = f"<legend>{escape(self.chosen_what)}</legend>"
+        return Markup(f'<fieldset class="choice">{legend}{"".join(buttons)}</fieldset>')
 
     def choice_views(self, views: Mapping[str, str]) -> Markup:
         """Return something of which only what belongs to the choice is shown."""
-        labels = dict(self.choices)
-        return Markup(
-            "".join(
-                f'<div data-view="{escape(value)}"><p class="at">{escape(labels[value])}</p>{content}</div>'
-                for value, content in views.items()
-            )
-        )
+        beside = dict(self.choices)
+        parts = []
+        for value, content in views.items():
+            at = escape(f"{self.chosen_what} {value}, {beside[value]}")
+            parts.append(f'<div data-view="{escape(value)}"><p class="at">{at}</p>{content}</div>')
+        return Markup("".join(parts))
 
     def html(self) -> str:
         """Return the whole document; it loads nothing, and may not either."""

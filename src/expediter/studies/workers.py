@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -94,8 +95,9 @@ class Workers:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=_prepare_worker)
         others = set(multiprocessing.active_children())
-        futures = {self._pool.submit(_do, task): task.label for task in tasks}
-        self._processes |= set(multiprocessing.active_children()) - others
+        with _ctrl_c_held_back():  # or it could hit between a worker's start and its being known here
+            futures = {self._pool.submit(_do, task): task.label for task in tasks}
+            self._processes |= set(multiprocessing.active_children()) - others
         try:
             yield from _in_order(futures, progress)
         except BrokenProcessPool as error:
@@ -103,6 +105,19 @@ class Workers:
         finally:
             for future in futures:
                 future.cancel()
+
+
+@contextlib.contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Let Ctrl-C take effect only at the end, where the system can do that; workers started meanwhile never see it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _num_cpus() -> int:

@@ -114,6 +114,7 @@ class SloOrdering:
         self._late_share = late_share
         self._patience_s = patience_s
         self._waiting: dict[int, _Job] = {}
+        self._tried: dict[int, _Job] = {}  # out of the queue since the last tick
         self._under_way: dict[int, _Job] = {}
         self._hopeful: LazyHeap[RequestState] = LazyHeap()
         self._spare: LazyHeap[RequestState] = LazyHeap()
@@ -132,11 +133,18 @@ class SloOrdering:
         match = self._kv.match(state.token_bytes, state.request.cache_salt)
         num_tokens = state.num_known_tokens - self._kv.num_reusable_tokens(state.sequence, match)
         job = self._job(state, num_tokens)
-        self._waiting[state.sequence] = job
-        self._num_refusable += _is_refusable(state)
         if state.sequence > self._last_sequence:
             self._last_sequence = state.sequence
             self._demand.arrive(now_s, job.work, job.value)
+        self._enter(job, now_s)
+
+    def put_back(self, state: RequestState, now_s: float) -> None:
+        self._enter(self._tried.pop(state.sequence), now_s)
+
+    def _enter(self, job: _Job, now_s: float) -> None:
+        state = job.state
+        self._waiting[state.sequence] = job
+        self._num_refusable += _is_refusable(state)
         if self._is_late(job, now_s):
             self._defer(state, now_s)
         elif self._is_too_much(job):
@@ -145,11 +153,10 @@ class SloOrdering:
             self._hopeful.put(state, (job.due_s,))
         self._num_changes += 1
 
-    def put_back(self, state: RequestState, now_s: float) -> None:
-        self.push(state, now_s)
-
     def remove(self, state: RequestState) -> None:
-        if self._waiting.pop(state.sequence, None) is not None:
+        job = self._waiting.pop(state.sequence, None)
+        if job is not None:
+            self._tried[state.sequence] = job
             self._num_refusable -= _is_refusable(state)
         for lane in (self._hopeful, self._spare, self._late):
             if lane.remove(state):
@@ -211,8 +218,8 @@ class SloOrdering:
 
     # -- what is learned ----------------------------------------------------------------------------------------------
 
-    def tick(self, decode_clock: int) -> None:
-        """Time decides here, not service."""
+    def tick(self, decode_clock: int) -> None:  # noqa: ARG002 - time decides here, not service
+        self._tried.clear()
 
     def admitted(self, state: RequestState, num_new_tokens: int, decode_clock: int) -> None:  # noqa: ARG002
         job = self._job(state, num_new_tokens)

@@ -77,7 +77,7 @@
     const options = {
       width,
       height: Math.round(Math.min(360, Math.max(240, width * 0.52))),
-      padding: [12, 16, 0, 0],
+      padding: [12, 28, 0, 0],
       scales: {
         x: { time: false, distr: figure.x.log ? 3 : 1 },
         y: { range: (u, low, high) => [figure.y.min ?? low, figure.y.max ?? (high > 0 ? high * 1.06 : 1)] },

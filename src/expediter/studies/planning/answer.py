@@ -16,7 +16,13 @@ from expediter.studies.planning.trial import Measured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A set-up of some size, as it served the whole trace."""
+    """A set-up of some size, as it served the whole trace.
+
+    Attributes:
+        meets: whether it met the targets, on the first draw of the traffic and on all that were made together.
+        measured: on the first draw.
+        attainments: of each draw; only of the first where that failed.
+    """
 
     setup: Setup
     replicas: int
@@ -24,6 +30,7 @@ class Point:
     cost_per_hour: float
     meets: bool
     measured: Measured
+    attainments: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +41,8 @@ class Choice:
         point: how it served the trace.
         bears: largest multiple of the arrival rate, of those tried, that it served as well; 1 for none above.
         fails_at: least multiple above that at which it did not; None if it bore all that were tried.
+        loads: the multiples that were tried, with the attainment at each, ascending.
         limit: what breaks first, from the run at `fails_at`, or at one replica less if there is none.
-        attainments: under each seed, the first being the search's own.
         command: how to serve it.
         borrowed: which of its step times' constants were not measured on its GPU.
     """
@@ -43,8 +50,8 @@ class Choice:
     point: Point
     bears: float
     fails_at: float | None
+    loads: Sequence[tuple[float, float]]
     limit: Limit
-    attainments: Sequence[float]
     command: ServeCommand
     borrowed: Sequence[str]
 

@@ -156,8 +156,18 @@ class Bounds:
         if lost.sum() > self._num_may_miss:
             words, which = max(misses.items(), key=lambda item: int(item[1].sum()))
             return Bound(0, f"{words}, for {which.mean():.1%} of the requests", share)
-        work = self._work(prompts, tokens, limits, caches)
-        return Bound(_least_size(setup, work), None, share)
+        work = self._work_s(prompts, tokens, limits, caches)
+        return Bound(_least_size(setup, self._least_replicas(work)), None, share)
+
+    def least_work_s(self, setup: Setup) -> tuple[float, float]:
+        """Return the least time, on one replica each, of all prompts alone and of all later tokens alone.
+
+        Raises:
+            ConfigurationError: the model does not fit.
+        """
+        prompts, tokens = self._replica(setup, setup.parallelism), self._replica(setup, setup.decode_parallelism)
+        work = self._work_s(prompts, tokens, self._limits(setup), self._caches(setup))
+        return float((work.computing + work.attention).sum()), float((work.decoding + work.context).sum())
 
     def _caches(self, setup: Setup) -> bool:
         own = self._base.prefix_caching
@@ -208,22 +218,28 @@ class Bounds:
             self._least_tpot_s[replica] = np.where(demand.output_tokens > 1, tpot_s, 0.0)
         return self._least_tpot_s[replica]
 
-    def _work(self, prompts: _Replica, tokens: _Replica, limits: SchedulerConfig, caches: bool) -> _Work:
+    def _work_s(self, prompts: _Replica, tokens: _Replica, limits: SchedulerConfig, caches: bool) -> _WorkS:
         demand = self._demand
         repeated = demand.repeated_tokens if caches else _followers(demand)
         inputs, num_decodes = demand.input_tokens.astype(np.float64), demand.output_tokens - 1
-        attention = (inputs**2 - repeated.astype(np.float64) ** 2) / 2 * prompts.attention_s
-        context = num_decodes * (inputs + 1 + (num_decodes - 1) / 2) * tokens.context_token_s
-        token_s = prompts.prompt_token_s(limits.max_num_batched_tokens)
-        computing = (demand.input_tokens - repeated) * token_s + attention
-        decoding = num_decodes * tokens.decode_token_s(limits.max_num_seqs) + context
+        contexts = num_decodes * (inputs + 1 + (num_decodes - 1) / 2)
+        return _WorkS(
+            computing=(inputs - repeated) * prompts.prompt_token_s(limits.max_num_batched_tokens),
+            attention=(inputs**2 - repeated.astype(np.float64) ** 2) / 2 * prompts.attention_s,
+            decoding=num_decodes.astype(np.float64) * tokens.decode_token_s(limits.max_num_seqs),
+            context=contexts * tokens.context_token_s,
+        )
+
+    def _least_replicas(self, work: _WorkS) -> _Replicas:
+        demand = self._demand
         first_s = np.minimum(demand.arrival_s + demand.ttft_s, demand.latest_end_s)
-        return _Work(
-            prompts=self._pressure(computing, first_s),
-            tokens=self._pressure(decoding, demand.latest_end_s),
+        beside = work.attention + work.context
+        return _Replicas(
+            prompts=self._pressure(work.computing + work.attention, first_s),
+            tokens=self._pressure(work.decoding + work.context, demand.latest_end_s),
             both=max(
-                self._pressure(computing + context, demand.latest_end_s),
-                self._pressure(decoding + attention, demand.latest_end_s),
+                self._pressure(work.computing + beside, demand.latest_end_s),
+                self._pressure(work.decoding + beside, demand.latest_end_s),
             ),
         )
 
@@ -241,21 +257,30 @@ class Bounds:
         return _ROUNDING * worst
 
 
-class _Work(NamedTuple):
-    """Least number of replicas, as a fraction: for prompts in time, for later tokens, and if they do both."""
+class _WorkS(NamedTuple):
+    """Least time of each request's parts on one replica, in seconds, float64, shape [n] each."""
+
+    computing: Floats
+    attention: Floats
+    decoding: Floats
+    context: Floats
+
+
+class _Replicas(NamedTuple):
+    """Least number of them, as a fraction: for prompts in time, for later tokens, and if they do both."""
 
     prompts: float
     tokens: float
     both: float
 
 
-def _least_size(setup: Setup, work: _Work) -> int:
+def _least_size(setup: Setup, least: _Replicas) -> int:
     if not setup.is_split:
-        return max(1, math.ceil(max(work.prompts, work.tokens, work.both)))
+        return max(1, math.ceil(max(least)))
     if load_preset(setup.preset).cluster.routing.name in _LENDING:
         return setup.least_size
-    size = max(setup.least_size, math.ceil(work.prompts + work.tokens))
-    while setup.num_prefill(size) < work.prompts or size - setup.num_prefill(size) < work.tokens:
+    size = max(setup.least_size, math.ceil(least.prompts + least.tokens))
+    while setup.num_prefill(size) < least.prompts or size - setup.num_prefill(size) < least.tokens:
         size += 1
     return size
 

@@ -45,6 +45,7 @@ ENGINES: Final[Mapping[str, Ranges]] = {
     "vllm": _SERVED,
     "trtllm": _SERVED,
     "sglang": _SERVED,
+    "vllm-0.18": Ranges(tokens=8255, prompt_tokens=8192, batch=64, context_tokens=8704),
     "eager-a100": _EAGER,
     "eager-h100": _EAGER,
 }
@@ -82,11 +83,14 @@ class StepWatch:
     Attributes:
         total_s: time of all steps.
         prompt_s: of those that compute prompts.
+        decode_s, num_decodes: of the others, the time that each token took, all together, and the number of tokens.
     """
 
     def __init__(self, engine: str) -> None:
         self.total_s = 0.0
         self.prompt_s = 0.0
+        self.decode_s = 0.0
+        self.num_decodes = 0
         self._ranges = ENGINES.get(engine)
         self._outside_kernels_s = 0.0
         self._outside_engine_s = 0.0
@@ -97,6 +101,9 @@ class StepWatch:
         self.total_s += taken_s
         if features.num_prefill_tokens:
             self.prompt_s += taken_s
+        else:
+            self.decode_s += taken_s * features.num_decodes
+            self.num_decodes += len(durations_s) * features.num_decodes
         if not KERNELS.hold(features):
             self._outside_kernels_s += taken_s
         if self._ranges is not None and not self._ranges.hold(features):

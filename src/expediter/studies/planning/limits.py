@@ -49,7 +49,8 @@ def limit_of(measured: Measured | None) -> Limit:
     time passed before the request was scheduled: for want of KV blocks (`memory`), of a slot (`slots`), or since the
     prompts before it took the token budget (`queue`); else its own prompt took too long (`prefill`). Late later tokens
     are due to preemptions or to waiting for room after a handoff (`memory`), to the handoff itself (`transfer`), to
-    prompts in the steps (`prefill blocking`), or to reading weights and KV (`decode bandwidth`).
+    prompts in the steps (`prefill blocking`: without them steps would be short enough), or to reading weights and KV
+    (`decode bandwidth`).
     """
     if measured is None or not any(measured.missed.values()):
         return Limit(target="", cause="none found", words="it bore every load that was tried")
@@ -87,7 +88,9 @@ def _late_later_tokens(measured: Measured, target: str, whose: str) -> Limit:
         return Limit(target=target, cause=cause, words=f"{words}; {told} the transfer")
     if measured.num_preemptions > measured.num_requests * _MANY_PREEMPTIONS:
         return Limit(target=target, cause="memory", words=f"{words}; {measured.num_preemptions} preemptions")
-    prompts = measured.prompt_time_share
-    words = f"{words}; {prompts:.0%} of the busy time is in steps that also compute prompts"
-    cause = "prefill blocking" if prompts >= _MOSTLY else "decode bandwidth"
-    return Limit(target=target, cause=cause, words=words)
+    words = f"{words}; {measured.prompt_time_share:.0%} of the busy time is in steps that also compute prompts"
+    blocks, use = measured.prompt_time_share >= _MOSTLY, measured.decode_step_use
+    if use is not None:
+        blocks = use < 1
+        words = f"{words}, and a step without takes {use:.0%} of the target"
+    return Limit(target=target, cause="prefill blocking" if blocks else "decode bandwidth", words=words)

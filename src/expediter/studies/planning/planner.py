@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
 from expediter.core.errors import ConfigurationError
@@ -45,7 +45,7 @@ class PlanConfig:
         base: model, targets, engine and limits; what a set-up decides is ignored in it.
         attainment: share of the requests that must meet all their targets, in (0, 1].
         top: set-ups to find and to look at closely.
-        seeds: draws of the traffic that those must serve.
+        seeds: draws of the traffic that a set-up must serve: the first, and all of them in the mean.
         max_simulations: most simulations in all.
         max_s: most real time; with it the answer may depend on the machine.
     Raises:
@@ -83,6 +83,14 @@ def make_plan(config: PlanConfig, workers: Workers, told: Told | None = None) ->
         ConfigurationError: the traffic or the model cannot be used, or no set-up can hold the model.
     """
     return _Planner(config, workers, told).plan()
+
+
+class _Margin(NamedTuple):
+    """Largest load that a set-up bears, the least above at which it fails if one was tried, and the runs by load."""
+
+    bears: float
+    fails_at: float | None
+    runs: Mapping[float, Measured]
 
 
 class _Planner:
@@ -125,7 +133,7 @@ class _Planner:
                 for (gpu, split, reason), num in reasons.items()
             ],
             num_setups=len(setups),
-            num_dropped=len(found.dropped),
+            num_dropped=found.num_dropped,
             num_simulations=self._num_done,
             is_complete=found.is_complete,
             trace=trace_summary(trace),
@@ -156,31 +164,42 @@ class _Planner:
         return list(self._workers.run(tasks, progress))
 
     def _passes(self, sizes: Sequence[Size], limit: int | None) -> list[bool]:
+        """Return which sizes meet the targets: of a short trace on its first draw, of the whole one also on all draws
+        together."""
         doing = "the whole trace" if limit is None else f"{limit} requests"
         results = self._run(doing, measure_unless_lost, [(size, self._trial(size, limit=limit)) for size in sizes])
-        if limit is None:
-            self._keep(sizes, results)
-        return [measured is not None and self._meets(measured) for measured in results]
-
-    def _keep(self, sizes: Sequence[Size], results: Sequence[Measured | None]) -> None:
-        for size, measured in zip(sizes, results, strict=True):
+        meets = [measured is not None and self._meets(measured.attainment) for measured in results]
+        if limit is not None:
+            return meets
+        seeds = range(1, self._config.seeds)
+        trials = [(s, self._trial(s, seed=seed)) for s, m in zip(sizes, meets, strict=True) if m for seed in seeds]
+        others = iter(self._run("other draws", measure, trials))
+        for size, measured, may_meet in zip(sizes, results, meets, strict=True):
             if measured is not None:
-                self._points[size] = Point(
-                    setup=size.setup,
-                    replicas=size.replicas,
-                    num_gpus=size.setup.num_gpus(size.replicas),
-                    cost_per_hour=size.cost_per_hour,
-                    meets=self._meets(measured),
-                    measured=measured,
-                )
+                self._keep(size, measured, [next(others).attainment for _ in seeds] if may_meet else ())
+        return [size in self._points and self._points[size].meets for size in sizes]
 
-    def _meets(self, measured: Measured) -> bool:
-        return measured.attainment >= self._config.attainment - 1e-12
+    def _keep(self, size: Size, measured: Measured, others: Sequence[float] = ()) -> None:
+        attainments = (measured.attainment, *others)
+        self._points[size] = Point(
+            setup=size.setup,
+            replicas=size.replicas,
+            num_gpus=size.setup.num_gpus(size.replicas),
+            cost_per_hour=size.cost_per_hour,
+            meets=self._meets(measured.attainment) and self._meets(sum(attainments) / len(attainments)),
+            measured=measured,
+            attainments=attainments,
+        )
+
+    def _meets(self, attainment: float) -> bool:
+        return attainment >= self._config.attainment - 1e-12
 
     def _look_at(self, sizes: Sequence[Size]) -> None:
         """Simulate sizes that the search gave up on to their ends."""
         missing = [size for size in sizes if size not in self._points]
-        self._keep(missing, self._run("what is too small", measure, [(size, self._trial(size)) for size in missing]))
+        results = self._run("what is too small", measure, [(size, self._trial(size)) for size in missing])
+        for size, measured in zip(missing, results, strict=True):
+            self._keep(size, measured)
 
     def _choices(self, found: Search) -> list[Choice]:
         passed = [self._points[Size(b.setup, b.passed)] for b in found.brackets if b.passed is not None]
@@ -188,50 +207,38 @@ class _Planner:
         passed = passed[: self._config.top]
         sizes = [Size(point.setup, point.replicas) for point in passed]
         self._look_at([Size(setup, replicas - 1) for setup, replicas in sizes if replicas > setup.least_size])
-        margins = self._margins(sizes)
-        attainments = self._attainments(passed)
+        self._look_at(_just_too_cheap(found, sizes))
         base = self._config.base
         choices = [
             Choice(
                 point=point,
-                bears=bears,
-                fails_at=fails_at,
-                limit=limit_of(failed),
-                attainments=shares,
+                bears=margin.bears,
+                fails_at=margin.fails_at,
+                loads=[(load, margin.runs[load].attainment) for load in sorted(margin.runs)],
+                limit=limit_of(None if margin.fails_at is None else margin.runs[margin.fails_at]),
                 command=serve_command(point.setup, point.replicas, base),
                 borrowed=borrowed(point.setup.gpu, base.engine, is_calibrated=base.calibration is not None),
             )
-            for point, (bears, fails_at, failed), shares in zip(passed, margins, attainments, strict=True)
+            for point, margin in zip(passed, self._margins(passed), strict=True)
         ]
         return sorted(choices, key=lambda choice: (choice.point.cost_per_hour, -choice.bears))
 
-    def _margins(self, sizes: Sequence[Size]) -> list[tuple[float, float | None, Measured | None]]:
-        """Return, for each, the largest load it bears, the least above at which it fails, and the run there."""
-        low, high = [-1] * len(sizes), [len(_MORE_LOAD)] * len(sizes)
-        failed: list[Measured | None] = [None] * len(sizes)
+    def _margins(self, points: Sequence[Point]) -> list[_Margin]:
+        """Bisect, for each, between the loads that it bears and those that it does not."""
+        low, high = [-1] * len(points), [len(_MORE_LOAD)] * len(points)
+        runs: list[dict[float, Measured]] = [{1.0: point.measured} for point in points]
+        sizes = [Size(point.setup, point.replicas) for point in points]
         while open_ := [i for i in range(len(sizes)) if high[i] - low[i] > 1]:
             middles = {i: (low[i] + high[i]) // 2 for i in open_}
             trials = [(sizes[i], self._trial(sizes[i], rate_scale=_MORE_LOAD[middles[i]])) for i in open_]
             for i, measured in zip(open_, self._run("more load", measure, trials), strict=True):
-                if self._meets(measured):
+                runs[i][_MORE_LOAD[middles[i]]] = measured
+                if self._meets(measured.attainment):
                     low[i] = middles[i]
                 else:
-                    high[i], failed[i] = middles[i], measured
-        return [
-            (
-                1.0 if low[i] < 0 else _MORE_LOAD[low[i]],
-                None if high[i] == len(_MORE_LOAD) else _MORE_LOAD[high[i]],
-                failed[i],
-            )
-            for i in range(len(sizes))
-        ]
-
-    def _attainments(self, points: Sequence[Point]) -> list[list[float]]:
-        seeds = range(1, self._config.seeds)
-        sizes = [Size(point.setup, point.replicas) for point in points]
-        trials = [(size, self._trial(size, seed=seed)) for size in sizes for seed in seeds]
-        shares = iter(self._run("other seeds", measure, trials))
-        return [[point.measured.attainment, *(next(shares).attainment for _ in seeds)] for point in points]
+                    high[i] = middles[i]
+        loads = (1.0, *_MORE_LOAD, None)
+        return [_Margin(loads[low[i] + 1] or 1.0, loads[high[i] + 1], runs[i]) for i in range(len(points))]
 
     def _nearest(self, found: Search) -> tuple[Point, Limit] | None:
         """Return the best of some that failed, each at the largest size that was tried."""
@@ -242,6 +249,19 @@ class _Planner:
             return None
         point = max(self._points.values(), key=lambda p: (p.measured.attainment, -p.cost_per_hour))
         return point, limit_of(point.measured)
+
+
+def _just_too_cheap(found: Search, sizes: Sequence[Size]) -> list[Size]:
+    """Return, of each kind of GPU, the dearest size that failed and costs less than the cheapest that passed."""
+    if not sizes:
+        return []
+    below = sizes[0].cost_per_hour
+    failed = [Size(b.setup, b.failed) for b in found.brackets if b.failed >= b.setup.least_size]
+    dearest: dict[str, Size] = {}
+    for size in sorted(failed, key=lambda size: size.cost_per_hour):
+        if size.cost_per_hour < below:
+            dearest[size.setup.gpu] = size
+    return list(dearest.values())
 
 
 def _least_slack(measured: Measured) -> float:

@@ -17,10 +17,13 @@ def remarks_on(plan: Plan) -> Iterator[str]:
     if not plan.is_complete:
         yield "The budget ran out before the search was over: something cheaper may meet the targets."
     for number, choice in enumerate(plan.choices, 1):
-        num_draws = len(choice.attainments)
-        num_missed = sum(share < plan.attainment - 1e-12 for share in choice.attainments)
+        shares = choice.point.attainments
+        num_missed = sum(share < plan.attainment - 1e-12 for share in shares)
         if num_missed:
-            yield f"{number} misses the target in {num_missed} of {num_draws} draws of the traffic: take one size more."
+            yield (
+                f"{number} meets the target over all {len(shares)} draws of the traffic, but misses it in {num_missed} "
+                f"of them: {min(shares):.1%} at worst."
+            )
     for number, choice in enumerate(plan.choices, 1):
         coverage = choice.point.measured.coverage
         said = [f"{coverage.outside_kernels:.0%} of the time is in steps larger than any measured kernel"]

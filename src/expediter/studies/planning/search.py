@@ -6,7 +6,8 @@ set-up out. Set-ups are looked at in rounds, always those first whose cheapest s
 simulation is spent on a set-up whose cheapest open size costs more than `top` found ones.
 
 Shorter traces come first (successive halving): they cost less and tell which set-ups to look at on longer ones, and
-about what size they need. What is dropped there is dropped for good, and counted.
+about what size they need. What is dropped there comes back if the whole trace asks more of the others than that: only
+what costs more on a short trace than the cheapest do on the whole one stays out, and is counted.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Budget:
         return max(self.max_simulations - self.num_spent, 0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bracket:
     """What is known of a set-up on one trace.
 
@@ -124,12 +125,12 @@ class Search:
 
     Attributes:
         brackets: of the set-ups that were looked at on the whole trace, cheapest first.
-        dropped: set-ups that a shorter trace ruled out, with the cost that it showed or the least that was possible.
+        num_dropped: set-ups that a shorter trace ruled out.
         is_complete: False if the budget ran out before it was certain which set-ups are the cheapest.
     """
 
     brackets: Sequence[Bracket]
-    dropped: Mapping[Setup, float]
+    num_dropped: int
     is_complete: bool
 
 
@@ -153,21 +154,32 @@ def search(
         budget: is spent.
     """
     brackets = [Bracket(setup, size - 1) for setup, size in least_sizes.items()]
-    dropped: dict[Setup, float] = {}
-    is_complete = True
-    for rung in rungs:
-        slack = 1.0 if rung is None else _SLACK
-        is_complete = _climb(brackets, rung, attempt, max_gpus=max_gpus, top=top, budget=budget, slack=slack)
-        if rung is None:
-            break
-        limit = slack * _nth_cost(brackets, top)
-        kept = [b for b in brackets if (b.found_cost if b.is_done else b.least_cost) <= limit or limit == math.inf]
-        dropped |= {b.setup: min(b.found_cost, b.least_cost) for b in brackets if b not in kept}
-        brackets = [
-            Bracket(b.setup, least_sizes[b.setup] - 1, guess=b.failed + 1 if b.passed is None else b.passed)
-            for b in kept
-        ]
-    return Search(brackets=sorted(brackets, key=_by_cost), dropped=dropped, is_complete=is_complete)
+    dropped: dict[Bracket, float] = {}
+
+    def climb(rung: int | None, slack: float) -> bool:
+        return _climb(brackets, rung, attempt, max_gpus=max_gpus, top=top, budget=budget, slack=slack)
+
+    for rung in rungs[:-1]:
+        climb(rung, _SLACK)
+        limit = _SLACK * _nth_cost(brackets, top)
+        costs = {b: b.found_cost if b.is_done else b.least_cost for b in brackets}
+        dropped |= {_again(b, least_sizes): cost for b, cost in costs.items() if limit < cost}
+        brackets = [_again(b, least_sizes) for b in brackets if costs[b] <= limit]
+    while climb(None, 1.0):
+        limit = _nth_cost(brackets, top)
+        back = [bracket for bracket, cost in dropped.items() if cost <= limit]
+        if not back:
+            return Search(brackets=sorted(brackets, key=_by_cost), num_dropped=len(dropped), is_complete=True)
+        brackets += back
+        for bracket in back:
+            del dropped[bracket]
+    return Search(brackets=sorted(brackets, key=_by_cost), num_dropped=len(dropped), is_complete=False)
+
+
+def _again(bracket: Bracket, least_sizes: Mapping[Setup, int]) -> Bracket:
+    """Return what another trace needs to know: the bound still holds, the rest is a guess."""
+    guess = bracket.failed + 1 if bracket.passed is None else bracket.passed
+    return Bracket(bracket.setup, least_sizes[bracket.setup] - 1, guess=guess)
 
 
 def _climb(

@@ -11,9 +11,9 @@ from expediter.studies.planning.setups import Setup
 
 
 class ServeCommand(NamedTuple):
-    """A command line, and what it leaves to do."""
+    """A command line, and what it leaves to do; no line where `serve` cannot do it at all."""
 
-    line: str
+    line: str | None
     notes: tuple[str, ...]
 
 
@@ -22,6 +22,10 @@ def serve_command(setup: Setup, replicas: int, base: SimulationConfig) -> ServeC
 
     The model is its folder if the plan was made from one; else a stand-in for the folder of its weights.
     """
+    if setup.is_split:
+        return ServeCommand(
+            None, ("every replica of `serve` computes prompts and tokens: split ones are only simulated",)
+        )
     config = setup.simulation(base, replicas)
     model = config.model if Path(config.model).exists() else f"./{config.model}"
     words = ["expediter", "serve", model, "--replicas", str(replicas), "--preset", setup.preset]

@@ -15,9 +15,10 @@ from expediter.perfmodel.parallelism import Parallelism
 from expediter.perfmodel.shapes import shape_named
 from expediter.scheduling.build import BATCHINGS
 
-DEFAULT_PRESETS: Final = ("sarathi", "sglang", "expediter")
+DEFAULT_PRESETS: Final = ("sarathi", "sglang", "expediter", "distserve")
 DEFAULT_BUDGETS: Final = (512, 2048, 8192)
 DEFAULT_PREFILL_SHARES: Final = (0.25, 0.5, 0.75)
+"""Flags of `expediter plan` repeat these three, so that its parser loads nothing heavy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,8 @@ class Measured:
         prefix_hit_rate: prompt tokens that came from the cache.
         goodput_rps, simulated_s: as in `Report`.
         prompt_time_share: of the time of all steps, the share of those that compute prompts.
+        decode_step_use: of requests with late later tokens, the share of their TPOT target that the mean step without
+            prompts takes.
         peak_kv_use: largest share of a replica's KV blocks that requests held.
         room_share, network_share: of the time between first and last tokens, how much requests waited for room on the
             replica that goes on with them, and for their KV to come.
@@ -101,6 +103,7 @@ class Measured:
     goodput_rps: float | None
     simulated_s: float
     prompt_time_share: float
+    decode_step_use: float | None
     peak_kv_use: float
     room_share: float
     network_share: float
@@ -160,6 +163,7 @@ def _measured(trial: Trial, attainment: float | None) -> Measured:
         goodput_rps=report.goodput_rps,
         simulated_s=report.simulated_s,
         prompt_time_share=watch.prompt_s / watch.total_s if watch.total_s else 0.0,
+        decode_step_use=_decode_step_use(watch, records),
         peak_kv_use=max(report.timeline.kv_used_share_highest),
         room_share=waits[0],
         network_share=waits[1],
@@ -215,6 +219,13 @@ def _slack(records: Sequence[RequestRecord], attainment: float) -> dict[str, flo
         if used:
             slack[name] = 1 - float(np.quantile(used, attainment, method="higher"))
     return slack
+
+
+def _decode_step_use(watch: StepWatch, records: Sequence[RequestRecord]) -> float | None:
+    targets = [r.slo.tpot_s for r in records if r.slo.tpot_s is not None and (_used(r, "tpot") or 0.0) > 1]
+    if not targets or not watch.num_decodes:
+        return None
+    return watch.decode_s / watch.num_decodes / (sum(targets) / len(targets))
 
 
 def _handoff_shares(report: Report, records: Sequence[RequestRecord]) -> tuple[float, float]:
