@@ -111,7 +111,7 @@ def their_search(draw: int) -> Numbers:
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    num_requests, resolution, num_draws = (200, 0.1, 1) if effort.quick else (600, 0.03, 12)
+    num_requests, resolution, num_draws = (200, 0.1, 1) if effort.quick else (400, 0.04, 8)
     jobs: dict[str, Callable[[], Numbers]] = {}
     for name, ttft_s in _TTFT_S.items():
         run = partial(measure, num_requests=num_requests, ttft_s=ttft_s, resolution=resolution)
@@ -205,7 +205,7 @@ CLAIM = Claim(
     method=(
         "Step times are the authors' coefficients for A100s (`perfmodel.distserve`), KV memory is that of their "
         "simulator, one prefill replica on two GPUs and one decode replica on one, KV pulled over NVLink. Long "
-        "runs are of 600 requests. The chunked-prefill baseline needs steps that mix prompts and decodes, for "
+        "runs are of 400 requests. The chunked-prefill baseline needs steps that mix prompts and decodes, for "
         "which there are no coefficients: ours are taken to read the weights once."
     ),
     jobs=_jobs,

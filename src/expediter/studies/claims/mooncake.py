@@ -58,7 +58,7 @@ def measure(config: SimulationConfig, trace: Path, num_requests: int, tpot_s: fl
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    num_requests = effort.choose(1200, 150)
+    num_requests = effort.choose(800, 150)
     run = partial(measure, trace=effort.data / TRACE, num_requests=num_requests)
     jobs: dict[str, Callable[[], Numbers]] = {}
     for rejection in EARLY_REJECTIONS:
@@ -141,7 +141,7 @@ CLAIM = Claim(
     name="mooncake",
     title="Mooncake: early rejection loses 10 %, predictive 14 % fewer requests; 1.6 to 6 times vLLM's capacity",
     source="arXiv 2407.00079, table 3; FAST 2025, section 5",
-    workload="The conversation trace of the FAST'25 release, its first 1200 requests, replayed at twice its speed.",
+    workload="The conversation trace of the FAST'25 release, its first 800 requests, replayed at twice its speed.",
     objective=(
         "A request counts when its first token comes within 30 s and its tokens within 0.1 s each (0.1 and 0.3 s for "
         "capacity). Whoever is refused or late is lost."

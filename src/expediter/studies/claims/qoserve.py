@@ -91,7 +91,7 @@ def measure(config: SimulationConfig, horizon: Horizon, resolution: float) -> Nu
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    horizon = Horizon.shortened(effort.choose(16, 120))
+    horizon = Horizon.shortened(effort.choose(24, 120))
     resolution = 0.2 if effort.quick else 0.04
     jobs: dict[str, Callable[[], Numbers]] = {
         name: partial(measure, config, horizon, resolution) for name, config in SYSTEMS.items()
@@ -155,7 +155,7 @@ CLAIM = Claim(
     method=(
         "Llama-3.1-8B on a modelled A100. QoServe is its order (arrival + target + 8 ms per prompt token left) "
         "and the slack budget; the baselines are Sarathi's chunks of 256 tokens. Ours is how long requests "
-        "arrive: the paper's long targets with an hour of arrivals, both divided by 16, which leaves the room to "
+        "arrive: the paper's long targets with an hour of arrivals, both divided by 24, which leaves the room to "
         "put work off as it is."
     ),
     jobs=_jobs,

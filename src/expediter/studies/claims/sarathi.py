@@ -75,7 +75,7 @@ def measure(
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    num_requests, resolution = (120, 0.1) if effort.quick else (400, 0.03)
+    num_requests, resolution = (120, 0.1) if effort.quick else (300, 0.04)
     settings, workloads = (["mistral-7b"], ["chat"]) if effort.quick else (SETTINGS, WORKLOADS)
     jobs: dict[str, Callable[[], Numbers]] = {}
     for name in settings:

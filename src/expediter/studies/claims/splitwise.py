@@ -10,9 +10,9 @@ import numpy as np
 
 from expediter.assembly.pools import PoolConfig
 from expediter.assembly.simulation import SimulationConfig, build_simulation
-from expediter.perfmodel.calibration import decode_step, prefill_step
 from expediter.perfmodel.constants import engine_named
 from expediter.perfmodel.hardware import gpu_named
+from expediter.perfmodel.measurements import decode_step, prefill_step
 from expediter.perfmodel.roofline import RooflineModel
 from expediter.perfmodel.shapes import shape_named
 from expediter.sim.metrics import RequestRecord
@@ -113,7 +113,7 @@ def _systems(workload: str) -> dict[str, SimulationConfig]:
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    num_requests, resolution = (80, 0.2) if effort.quick else (400, 0.05)
+    num_requests, resolution = (80, 0.2) if effort.quick else (300, 0.05)
     return {
         f"{workload}/{name}": partial(measure, config, workload, num_requests, resolution)
         for workload in (("code",) if effort.quick else _WORKLOADS)

@@ -155,7 +155,7 @@ _FASTER = (0.9, 0.8, 0.7)
 
 
 def _jobs(effort: Effort) -> Mapping[str, Callable[[], Numbers]]:
-    duration_s = float(effort.choose(500, 60))
+    duration_s = float(effort.choose(500, 30))
     jobs: dict[str, Callable[[], Numbers]] = {
         f"{ordering}/{memory}": partial(measure, ordering, duration_s, memory, None)
         for ordering in ("fcfs", "fair_share")
