@@ -125,11 +125,17 @@ def test_how_far_each_goes():
     assert rates["b", 0.9].offered_rps == 0
     assert rates["c", 0.99].offered_rps == 20
     assert rates["c", 0.99].is_bound
-    assert findings([outcome("a", 0.5)]).reach[0] == "99 % of the requests meet their targets at none of these loads."
-    assert findings([outcome("a", 1.0)]).reach[0] == "99 % of the requests meet their targets at all of these loads."
+    assert (
+        findings([outcome("a", 0.5)]).reach[0]
+        == "99 % of the requests meet their targets at none of these loads with a."
+    )
+    assert (
+        findings([outcome("a", 1.0)]).reach[0]
+        == "99 % of the requests meet their targets at all of these loads with a."
+    )
     assert found.reach[1] == (
-        "90 % of the requests meet their targets up to a rate of: c 20 requests/s or more (the highest load), "
-        "a 15 requests/s, b below the lowest load."
+        "90 % of the requests meet their targets at all of these loads with c; up to 15 requests/s with a; "
+        "at none of these loads with b."
     )
 
 

@@ -260,6 +260,7 @@ class Simulation:
             self.metrics,
             slo=self._config.slo,
             num_gpus=sum(pool.num_gpus for pool in pools_of(self._config)),
+            cost_per_hour=_cost_per_hour(self._config),
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
             decisions=self._decisions(),
@@ -455,6 +456,15 @@ def _stores(
                 links[store.tier] = Link(bandwidth=bandwidth, latency_s=store.latency_s)
         local[replica_id] = links
     return Stores(config.stores, network, local, kv_bytes_per_token=kv_bytes_per_token, block_size=block_size)
+
+
+def _cost_per_hour(config: SimulationConfig) -> float | None:
+    """Return dollars for all GPUs; None where a step-time model of one's own says nothing about GPUs."""
+    if config.step_time is not None:
+        return None
+    return sum(
+        pool.num_gpus * gpu_named(pool.gpu or config.gpu, config.prices).price_per_hour for pool in pools_of(config)
+    )
 
 
 def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:

@@ -184,7 +184,7 @@ def _goodput_table(comparison: Comparison) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
-    table.add_column("preset")
+    table.add_column("preset", overflow="fold")
     for point in comparison.loads:
         table.add_column(f"load {point.load:g}", justify="right", no_wrap=True)
     for name in comparison.names:
@@ -207,7 +207,8 @@ def _latency_table(comparison: Comparison) -> Table:
     last = comparison.loads[-1].load
     table = Table(title=f"at load {last:g}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("preset", "TTFT p50", "p99", "TPOT p50", "p99", "prefix hits", "KV used"):
-        table.add_column(column, justify="left" if column == "preset" else "right", no_wrap=True)
+        is_name = column == "preset"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     for cell in comparison.cells_at(last):
         latencies = (cell.ttft_s.p50, cell.ttft_s.p99, cell.tpot_s.p50, cell.tpot_s.p99)
         hits = "-" if cell.prefix_hit_rate is None else percent(cell.prefix_hit_rate)

@@ -14,7 +14,7 @@
 for N tokens on n GPUs (`StepFeatures`), everything divided among the GPUs where they share it. The kernels' shares and
 latencies belong to the GPU's generation (`constants.Kernels`), the host's times and four factors to the engine
 (`constants.Engine`). At a knee a sharp maximum is too low and the root of squares too high; the fourth power is closest
-to the measured products. It costs two square roots, which round the same way one by one and in arrays. Launches hide
+to the measured products. It costs two square roots. Launches hide
 less well behind a GPU that waits for other GPUs at every all-reduce: their knee is softer.
 
 **Windows.** A windowed layer reads min(context, window) per sequence; of a step only sums are known, so every sequence
@@ -31,6 +31,7 @@ docs/perfmodel.md holds the sources of every constant and how far off the model 
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Final
 
 import numpy as np
@@ -111,8 +112,8 @@ class RooflineModel:
             small_kernels += _CONVERSIONS
         self._fixed_s = factor * _num_products(shape) * latency_s + kernels.gemm_latency_s
         self._fixed_s += factor * shape.num_layers * small_kernels * kernels.small_kernel_s
-        self._layer_weights_s = factor * shape.dense_weight_bytes / layer_bandwidth
-        self._head_weights_s = shape.num_head_params * shape.bytes_per_value / bandwidth
+        self._layer_weights_4 = (factor * shape.dense_weight_bytes / layer_bandwidth) ** 4
+        self._head_weights_4 = (shape.num_head_params * shape.bytes_per_value / bandwidth) ** 4
         self._layer_token_s = factor * 2 * shape.num_dense_params / layer_flops
         self._head_seq_s = 2 * shape.num_head_params / flops
 
@@ -222,8 +223,8 @@ class RooflineModel:
         num_seqs: float
         num_decodes: float
         expert_tokens: float
-        num_tokens, num_seqs, num_decodes = features.num_tokens, features.num_seqs, features.num_decodes
-        attention, expert_tokens, pieces = features.prefill_attention, num_tokens, 1
+        num_tokens, num_seqs, num_decodes, _, attention = features
+        expert_tokens, pieces = num_tokens, 1
         if self._is_split:
             microbatches = max(1, min(self._num_stages, features.num_seqs))
             pieces = microbatches * max(1, min(self._num_groups, features.num_seqs // microbatches))
@@ -231,10 +232,14 @@ class RooflineModel:
             num_tokens, num_seqs, num_decodes = num_tokens / pieces, num_seqs / pieces, num_decodes / pieces
             attention /= pieces
         host_s, launch_s = self._host_s, self._decode_launch_s
+        # |a, b| twice, without the calls: this is where a simulation spends its time on step times.
+        layers_s, head_s = self._layer_token_s * num_tokens, self._head_seq_s * num_seqs
+        layers_s *= layers_s
+        head_s *= head_s
         gpu_s = (
             self._fixed_s
-            + smooth_max(self._layer_weights_s, self._layer_token_s * num_tokens)
-            + smooth_max(self._head_weights_s, self._head_seq_s * num_seqs)
+            + sqrt(sqrt(self._layer_weights_4 + layers_s * layers_s))
+            + sqrt(sqrt(self._head_weights_4 + head_s * head_s))
             + self._token_s * num_tokens
             + self._seq_s * num_seqs
         )
