@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from expediter.perfmodel.distserve import DistServeModel
 from expediter.perfmodel.fitted import FittedModel
 from expediter.scheduling.build import CacheConfig, build_scheduler, limits_with_budget
 from expediter.sim.executor import SimulatedExecutor
-from expediter.studies.claims import sglang, workloads
+from expediter.studies.claims import mooncake, sglang, splitwise, workloads
 from expediter.studies.claims.capacity import capacity
 from expediter.studies.claims.driver import Arrival, drive
 from expediter.studies.claims.frame import Conclusion, Figure, Verdict
@@ -241,6 +242,31 @@ def test_what_an_unlimited_cache_would_reuse_is_the_most_that_is_reused():
     without = sglang.measure(program, sglang.SYSTEMS["sarathi, no cache"], 1.0)
     assert without["hit_rate"] == 0.0
     assert without["seconds"] > measured["seconds"]
+
+
+# -- clusters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_is_not_slowed_down():
+    idle, slowdowns = splitwise.IdleMachine(), []
+    simulation = build_simulation(splitwise.together("a100-80g", "orca", None))
+    simulation.metrics.on_end.append(lambda record: slowdowns.append(idle.slowdowns(record)))
+    simulation.run(workloads.poisson_trace("alone", workloads.AZURE_CONVERSATION, 5).at_rate(0.001))
+    assert np.array(slowdowns) == pytest.approx(1.0, rel=0.02)
+
+
+def test_whoever_does_not_finish_counts_against_the_targets():
+    tiny = replace(splitwise.together("a100-80g", "orca", None), num_blocks=8)
+    assert not splitwise.meets_targets(tiny, workloads.AZURE_CONVERSATION, 5, 0.01)
+
+
+def test_every_request_is_refused_late_or_in_time():
+    with resources.as_file(resources.files("expediter.assembly") / "data") as folder:
+        measured = mooncake.measure(
+            mooncake.mooncake("early", 1, 1), folder / "mooncake_conversation_slice.jsonl", 40, 0.1
+        )
+    assert measured["refused"] + measured["in_time"] + measured["late"] == pytest.approx(40)
+    assert measured["in_time"] > 0
 
 
 # -- the command and the page -----------------------------------------------------------------------------------------
