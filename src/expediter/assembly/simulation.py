@@ -18,6 +18,7 @@ from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
+from expediter.control.routing.base import Router
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
@@ -87,7 +88,8 @@ class SimulationConfig:
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
-        routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
+        routing: name of a routing policy, which keeps the preset's thresholds; one with thresholds; or a class of one's
+            own with the `Router` protocol.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
         batching, memory, budget, victims, preemption_mode: names of parts.
@@ -132,7 +134,7 @@ class SimulationConfig:
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    routing: str | RoutingConfig | None = None
+    routing: str | RoutingConfig | type[Router] | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
     batching: str | None = None
@@ -333,7 +335,7 @@ class _Setup:
     limits: SchedulerConfig
     policy: PolicyConfig
     own_ordering: type[Ordering] | None
-    routing: RoutingConfig
+    routing: RoutingConfig | type[Router]
     prefix_caching: bool
     block_size: int
     num_blocks: int
@@ -359,7 +361,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    copies = setups[0].routing.name in _COPYING
+    routing = setups[0].routing
+    copies = not isinstance(routing, RoutingConfig) or routing.name in _COPYING
     journeys, failures = _motion(
         config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
     )
@@ -402,7 +405,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         )
         for replica_id, (pool, setup) in enumerate(sites)
     ]
-    cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys, failures)
+    router = make_router(routing) if isinstance(routing, RoutingConfig) else routing()
+    cluster = Cluster(replicas, router, loop, observers, journeys, failures)
     if journeys is not None:
         cluster.fleet.link = journeys.link
     description = _description(config, setups[0])
@@ -501,6 +505,7 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
         role=pool.role,
         speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if knows else Speed(),
         max_kv_tokens=setup.num_blocks * setup.block_size,
+        caches_prefixes=setup.prefix_caching,
     )
 
 
@@ -594,7 +599,9 @@ def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
     return shape, gpu_named(config.gpu, config.prices)
 
 
-def _routing(asked: str | RoutingConfig | None, of_preset: RoutingConfig) -> RoutingConfig:
+def _routing(
+    asked: str | RoutingConfig | type[Router] | None, of_preset: RoutingConfig
+) -> RoutingConfig | type[Router]:
     if asked is None:
         return of_preset
     return replace(of_preset, name=asked) if isinstance(asked, str) else asked
@@ -610,7 +617,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
         "pools": [_pool_description(pool) for pool in config.pools],
-        "routing": setup.routing.name,
+        "routing": setup.routing.name if isinstance(setup.routing, RoutingConfig) else setup.routing.__name__,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
         "engine": config.engine if config.step_time is None else None,
