@@ -77,7 +77,7 @@ def test_the_json_is_stable(compared):
         "ttft_s", "tpot_s", "e2e_s", "queueing_s", "output_tokens_per_s", "prefix_hit_rate", "num_preemptions",
         "budget_used_share", "kv_used_share", "kv_used_share_highest", "drain_share", "curves", "timeline",
     ]  # fmt: skip
-    assert list(written["entries"][0]) == ["name", "settings", "num_gpus", "price_per_hour", "configuration"]
+    assert list(written["entries"][0]) == ["name", "settings", "num_gpus", "cost_per_hour", "configuration"]
     assert list(written["findings"]) == ["headline", "reach", "limits", "certainty", "caveats", "verdicts", "sustained"]
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expediter.studies.findings import Outcome, findings, verdict
+from expediter.core.explanation import Reason
+from expediter.studies.findings import HELD, Outcome, findings, verdict
 from expediter.studies.words import listed, number, percent, seconds
 
 
@@ -157,6 +158,11 @@ def test_certainty_and_caveats():
     # The advantage is 0.40333 of 0.5, the noise 4.303 x 0.0057735 / sqrt(3) of it.
     assert several.certainty[1] == "The leads exceed the noise (half that interval) 28 times at load 1."
     assert "requests came for 100 s, and a went on for 60 s" in several.caveats[0]
+
+
+def test_every_reason_to_wait_has_words():
+    others = {Reason.ROUTED, Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED}
+    assert set(HELD) == {reason.value for reason in Reason if reason not in others}
 
 
 SHARES = st.floats(0, 1)

@@ -45,6 +45,7 @@ from expediter.perfmodel.hardware import Gpu
 from expediter.perfmodel.parallelism import Parallelism
 
 _SMALL_KERNELS: Final = 5  # two norms with the residual, rotation, KV write, activation
+_LATENT_NORMS: Final = 2  # of the compressed query and of the latent vector
 _FITTED_HEAD: Final = 128
 _HEAD_EXPONENT: Final = 0.3
 """Prefill attention on H100 reaches 0.53, 0.67, 0.76, 0.79 of the peak with heads of 64, 128, 192, 256 elements."""
@@ -100,7 +101,7 @@ class RooflineModel:
         bandwidth = gpu.memory_bandwidth * kernels.gemm_bandwidth_share * n / engine.memory_factor
         flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
         layer_flops, layer_bandwidth, latency_s = flops, bandwidth, kernels.gemm_latency_s
-        self._token_s, small_kernels = 0.0, _SMALL_KERNELS
+        self._token_s, small_kernels = 0.0, _SMALL_KERNELS + (0 if shape.latent is None else _LATENT_NORMS)
         peak = {"fp8": gpu.fp8_flops, "fp4": gpu.fp4_flops}.get(shape.weight_dtype, 0.0)
         if peak and kernels.fp8_gemm_flops_share:
             # Elsewhere such weights are only kept so, and are multiplied in bfloat16.

@@ -28,7 +28,8 @@ class SimulatedReplica:
 
     Steps that would all be planned alike are advanced in one jump, which ends early at the end of the step in progress
     when a request arrives. Nothing that anyone can see differs from single steps: between the steps of a jump no
-    request starts, ends or is preempted, and the end times are the same sums.
+    request starts, ends or is preempted, the end times are the same sums, and what is computed of a prompt is recorded
+    at the end of each.
 
     Requests that arrive during a step wait in the inbox until it ends, as with a real replica.
 
@@ -42,7 +43,7 @@ class SimulatedReplica:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
-        on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
+        on_steps: told of each step or jump of decodes when it is over, with its features at the beginning and the
             duration of each step; None for nobody.
         incarnation: how often it was lost.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
@@ -91,6 +92,7 @@ class SimulatedReplica:
         self._durations_s: list[float] = []
         self._ends_s: list[float] = []
         self._end_ticket = -1
+        self._num_over = 0
         self._is_woken = False
 
     @property
@@ -192,6 +194,8 @@ class SimulatedReplica:
         if num_steps:
             self.scheduler.repeat(plan, num_steps)
             self.num_steps += num_steps
+            for _ in range(num_steps):  # and the one that is lost
+                self._count_prompt_step(plan)
             result = self._executor.result(plan, self._durations_s[:num_steps])
             self._emit(self.scheduler.apply(result, self._ends_s[num_steps - 1]))
 
@@ -223,7 +227,17 @@ class SimulatedReplica:
             self._schedule_end()
 
     def _schedule_end(self) -> None:
-        self._end_ticket = self._loop.schedule(self._ends_s[-1], EventKind.STEP_END, self.replica_id, self._finish_step)
+        """Wait for the end of the jump, or of its next step: what is computed of a prompt shows at once."""
+        assert self._plan is not None
+        ticks = self._plan.features.num_prefill_tokens > 0 and self._num_over < len(self._ends_s) - 1
+        end_s, action = (self._ends_s[self._num_over], self._tick) if ticks else (self._ends_s[-1], self._finish_step)
+        self._end_ticket = self._loop.schedule(end_s, EventKind.STEP_END, self.replica_id, action)
+
+    def _tick(self, now_s: float) -> None:  # noqa: ARG002 - the loop's
+        self._num_over += 1
+        self.scheduler.tick()
+        self.on_load_change()
+        self._schedule_end()
 
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
@@ -251,9 +265,7 @@ class SimulatedReplica:
         if self._idle_since_s is not None:
             self._idle_s += now_s - self._idle_since_s
             self._idle_since_s = None
-        if plan.features.num_prefill_tokens:
-            self.num_prompt_steps += 1
-            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
+        self._count_prompt_step(plan)
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps and not self._posted else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         if self._slowness != 1.0:
@@ -264,7 +276,13 @@ class SimulatedReplica:
             # A plan made after that moment may differ, so the step in progress then is the last of the jump.
             del self._ends_s[bisect_right(self._ends_s, self.scheduler.queue_changes_s(now_s)) + 1 :]
         self._plan = plan
+        self._num_over = 0
         self._schedule_end()
+
+    def _count_prompt_step(self, plan: StepPlan) -> None:
+        if plan.features.num_prefill_tokens:
+            self.num_prompt_steps += 1
+            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
 
     def _do_posted(self, now_s: float) -> None:
         posted, self._posted = self._posted, []
@@ -278,14 +296,24 @@ class SimulatedReplica:
             self.scheduler.repeat(plan, num_steps)
         self._look(now_s)
         if self.on_steps is not None:
-            self.on_steps(plan.features, self._durations_s[:num_steps])
+            self._tell_of_steps(plan, self._durations_s[:num_steps])
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
+        for _ in range(num_steps - 1):
+            self._count_prompt_step(plan)
         self._emit(self.scheduler.apply(result, now_s))
         if plan.features.num_prefill_tokens:
             self.on_load_change()
         self._wake(now_s)
+
+    def _tell_of_steps(self, plan: StepPlan, durations_s: list[float]) -> None:
+        assert self.on_steps is not None
+        if not plan.features.num_prefill_tokens:
+            self.on_steps(plan.features, durations_s)
+            return
+        for number, duration_s in enumerate(durations_s):
+            self.on_steps(plan.features.later(number), [duration_s])
 
     def _look(self, now_s: float) -> None:
         if self._probe is not None:

@@ -174,7 +174,7 @@ def _cost_table(comparison: Comparison) -> Markup:
     )
     rows = []
     for entry in comparison.entries:
-        price = entry.price_per_hour
+        price = entry.cost_per_hour
         cost = []
         for cell in comparison.cells_of(entry.name):
             goodput = fmean(cell.goodput_rps)
