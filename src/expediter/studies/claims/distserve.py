@@ -205,8 +205,8 @@ CLAIM = Claim(
     method=(
         "Step times are the authors' coefficients for A100s (`perfmodel.distserve`), KV memory is that of their "
         "simulator, one prefill replica on two GPUs and one decode replica on one, KV pulled over NVLink. Our "
-        "search serves 400 requests at each rate. The chunked-prefill baseline needs steps that mix prompts and decodes, for "
-        "which there are no coefficients: ours are taken to read the weights once."
+        "search serves 400 requests at each rate. The chunked-prefill baseline needs steps that mix prompts and "
+        "decodes, for which there are no coefficients: ours are taken to read the weights once."
     ),
     jobs=_jobs,
     conclude=_conclude,
