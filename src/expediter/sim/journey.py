@@ -42,6 +42,23 @@ class Fetch:
 
 
 @dataclass(slots=True, eq=False)
+class Staged:
+    """KV of a running request that is copied ahead of it.
+
+    Attributes:
+        landing: where it goes, on the target.
+        ticket: of its end; -1 once it has come.
+    """
+
+    source_id: int
+    target_id: int
+    landing: Landing | None = None
+    passage: Passage | None = None
+    ticket: int = -1
+    sent_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Journey:
     """A client's request, whatever happens to it. A scheduler has it, or its KV is held, or it waits for a replica.
 
@@ -56,6 +73,7 @@ class Journey:
         target_id: who is to go on with it.
         landing: blocks reserved on the target.
         passage: the transfer's place on the network.
+        staged: what is copied ahead of a request that is about to move.
         fetch: what is being fetched for it before it can start.
         ticket: of the transfer's end, or of the end of a lease; -1 while there is none.
         prompt_began_s: when its prompt began to be computed.
@@ -76,6 +94,7 @@ class Journey:
     target_id: int = NOWHERE
     landing: Landing | None = None
     passage: Passage | None = None
+    staged: Staged | None = None
     fetch: Fetch | None = None
     ticket: int = -1
     prompt_began_s: float = 0.0
