@@ -37,7 +37,6 @@ class Fetch:
     landing: Landing | None = None
     passage: Passage | None = None
     ticket: int = -1
-    sent_s: float = 0.0
     is_off: bool = False
 
 
@@ -55,7 +54,6 @@ class Staged:
     landing: Landing | None = None
     passage: Passage | None = None
     ticket: int = -1
-    sent_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

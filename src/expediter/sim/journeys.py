@@ -89,6 +89,7 @@ class Journeys:
             stores=stores,
             kv_bytes_per_token=config.kv_bytes_per_token,
             lease_s=config.lease_s,
+            room_changed=self._transfers.room_changed,
         )
         self._migrations = None
         if migration is not None:
@@ -100,6 +101,7 @@ class Journeys:
                 lease_s=config.lease_s,
                 follow=self._follow,
                 find=self._live.get,
+                room_changed=self._transfers.room_changed,
             )
         self._stores = stores
         self.link = network.mean_link(config.kv_bytes_per_token)
@@ -137,8 +139,8 @@ class Journeys:
 
     @property
     def num_migrations(self) -> int:
-        """Running requests that began to move."""
-        return 0 if self._migrations is None else self._migrations.num_begun
+        """Running requests that moved."""
+        return 0 if self._migrations is None else self._migrations.num_moved
 
     @property
     def num_live(self) -> int:
@@ -315,6 +317,11 @@ class Journeys:
             self._reject(journey, decision, now_s)
 
     def _ask(self, journey: Journey, target_id: int, now_s: float) -> None:
+        if target_id == journey.held_by and journey.hold is not None:  # its KV is there: it goes on with it
+            hold, journey.hold, journey.held_by = journey.hold, None, NOWHERE
+            journey.replica_id, journey.hands_off = target_id, False
+            self._resume(journey, journey.request, hold, now_s)
+            return
         self._transfers.ask(journey, target_id, now_s)
         self._fleet.dispatched(target_id)
 

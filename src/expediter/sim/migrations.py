@@ -35,8 +35,9 @@ class Migrations:
     Args:
         follow: called when a request has left its source, which holds its KV: it goes on at the target.
         find: the journey of a request, if it has not ended.
+        room_changed: told of replicas where blocks may have become free.
     Attributes:
-        num_begun: first stages.
+        num_moved: requests that left their source for another replica.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Migrations:
         lease_s: float,
         follow: Callable[[Journey, int, float], None],
         find: Callable[[str], Journey | None],
+        room_changed: Callable[[int, float], None],
     ) -> None:
-        self.num_begun = 0
+        self.num_moved = 0
         self._config = config
         self._loop = loop
         self._network = network
@@ -58,6 +60,7 @@ class Migrations:
         self._lease_s = lease_s
         self._follow = follow
         self._find = find
+        self._room_changed = room_changed
         self._words: dict[int, _Word] = {}
         self._replicas: Mapping[int, SimulatedReplica] = {}
 
@@ -102,7 +105,6 @@ class Migrations:
 
     def _begin(self, journey: Journey, carried: Carried, source_id: int, target_id: int, now_s: float) -> None:
         """Copy what the request had when its replica spoke; it goes on meanwhile."""
-        self.num_begun += 1
         staged = journey.staged = Staged(source_id, target_id)
         self._replicas[target_id].post(partial(self._reserve, journey, staged, carried), now_s)
 
@@ -121,7 +123,6 @@ class Migrations:
         num_tokens -= staged.landing.num_matched * scheduler.kv.block_size
         num_bytes = int(num_tokens * self._kv_bytes_per_token)
         staged.passage = self._network.send(staged.source_id, staged.target_id, num_bytes, now_s)
-        staged.sent_s = now_s
         come = partial(self._come, journey, staged)
         staged.ticket = self._loop.schedule(staged.passage.end_s, EventKind.TRANSFER, journey.number, come)
 
@@ -143,6 +144,7 @@ class Migrations:
         source = self._replicas[staged.source_id]
         if source.scheduler.passage.peek(journey.request_id) is not None:
             (departure,) = source.scheduler.extract(journey.request_id, now_s, keep=True)
+            self.num_moved += 1
             source.forget(journey.request_id)
             journey.carried, journey.hold = departure.carried, departure.landing
             self._later(journey, partial(self._follow, journey, staged.target_id), now_s)
@@ -164,21 +166,23 @@ class Migrations:
         until_s = None
         if staged.ticket >= 0:
             self._loop.cancel(staged.ticket)
-            until_s = staged.sent_s + self._lease_s
+            if staged.source_id == lost_id:  # else it says that nothing more will come
+                until_s = now_s + self._lease_s
         if staged.passage is not None:
             self._network.give_up(staged.passage, now_s)
         landing, target = staged.landing, self._replicas[staged.target_id]
         if landing is None or staged.target_id == lost_id:
             return
         target.post(lambda now_s: target.scheduler.release(landing, now_s, writes_until_s=until_s), now_s)
+        self._room_changed(target.replica_id, now_s)
         if until_s is not None:
             over = partial(self._end_quarantine, target, target.incarnation)
             self._loop.schedule(until_s, EventKind.TRANSFER, journey.number, over)
 
-    @staticmethod
-    def _end_quarantine(target: SimulatedReplica, incarnation: int, now_s: float) -> None:
+    def _end_quarantine(self, target: SimulatedReplica, incarnation: int, now_s: float) -> None:
         if target.incarnation == incarnation:
             target.post(target.scheduler.end_quarantine, now_s)
+            self._room_changed(target.replica_id, now_s)
 
 
 def _discard(_: bool) -> None:

@@ -142,7 +142,7 @@ class Report:
         pools: the replicas, pool by pool.
         transfers: of KV between replicas, if there could be any.
         failures: what went wrong, if anything could.
-        num_migrations: running requests that began to move to a replica with more room.
+        num_migrations: running requests that moved to a replica with more room.
         stores: what tiers of storage were good for, by name, if there are any.
         timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """

@@ -25,8 +25,8 @@ class TransferConfig:
     Args:
         style: when it does.
         kv_bytes_per_token: of the model.
-        lease_s: a transfer that has not come so long after it began is given up as lost, and its blocks can be used
-            again; blocks that were reserved ahead of it are given back after as long.
+        lease_s: renewed as long as bytes come. A transfer of which nothing comes for so long is given up as lost, and
+            its blocks can be used again; blocks that were reserved ahead of it are given back after as long.
         max_retries: how often a lost transfer is begun anew before the target computes the prompt itself.
     Raises:
         ConfigurationError: a figure is out of range.
@@ -254,7 +254,7 @@ class Transfers:
         """Who held a journey's KV is gone; bytes under way may still come."""
         is_under_way = journey.landing is not None
         journey.hold, journey.held_by = None, NOWHERE
-        until_s = journey.sent_s + self.config.lease_s if is_under_way else None
+        until_s = now_s + self.config.lease_s if is_under_way else None
         self.leave_target(journey, now_s, writes_until_s=until_s)
 
     def target_lost(self, journey: Journey, now_s: float) -> None:
