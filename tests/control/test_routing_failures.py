@@ -123,6 +123,14 @@ def test_a_replica_that_leaves_and_comes_back_holds_nothing(name):
         assert again.num_cached_tokens == 6400
 
 
+@pytest.mark.parametrize("name", [*CACHE_POLICIES, "preble", "dynamo"])
+def test_replicas_that_keep_no_prompts_hold_none(name):
+    hand, policy = HandFleet(0, 0, speed=SPEED, caches_prefixes=False), router(name)
+    decisions = [hand.send(policy, request) for request in requests_sharing(6, 6400, 64)]
+    assert [decision.num_cached_tokens for decision in decisions] == [0] * 6
+    assert {load["num_requests"] for load in hand.loads.values()} == {3}
+
+
 def test_sessions_stay_and_move_when_they_must():
     policy, hand = router("session"), HandFleet(0, 0, 0)
     home = hand.send(policy, request_of(64, "a", session="s")).replica_id

@@ -8,13 +8,16 @@ from scheduler_machine import fingerprint
 
 from expediter.core.errors import InvariantError
 from expediter.core.events import Finished
+from expediter.scheduling.build import EVICTIONS, PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
 from expediter.testing.scheduler_driver import SchedulerDriver
 
 
-def load(num_blocks, block_size, lengths, *, ordering="fcfs", max_num_seqs=4, stop_token_ids=()):
+def load(num_blocks, block_size, lengths, *, ordering="fcfs", policy=None, max_num_seqs=4, stop_token_ids=()):
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, max_model_len=400)
-    driver = SchedulerDriver.build(config, num_blocks=num_blocks, block_size=block_size, ordering=ordering)
+    driver = SchedulerDriver.build(
+        config, num_blocks=num_blocks, block_size=block_size, ordering=ordering, policy=policy
+    )
     for number, (prompt, output) in enumerate(lengths):
         driver.submit(
             f"r{number}", [number] * prompt, output, priority=number % 2, arrival_s=0.0, stop_token_ids=stop_token_ids
@@ -54,6 +57,47 @@ def test_a_long_decode_is_one_jump():
     assert len(driver.steps) == 3  # the prompts, until the shorter ends, the rest
     assert driver.executor.num_steps_executed == 150
     assert driver.now_s == 151  # and the empty plan at the end
+
+
+def test_the_chunks_of_a_long_prompt_are_one_jump():
+    driver = load(64, 4, [(3, 150), (100, 20)])
+    driver.run_to_end(max_repeat=1000)
+    chunks = [step.entries["r1"] for step in driver.steps[:4]]
+    assert chunks == [(0, 13), (13, 15), (88, 12), (100, 1)], (
+        "beside the other's prompt, its decodes, the rest, decoding"
+    )
+    assert driver.executor.num_steps_executed == 150
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 18)), min_size=1, max_size=5),
+    eviction=st.sampled_from(sorted(EVICTIONS)),
+    max_repeat=st.integers(2, 40),
+)
+def test_chunks_in_jumps_equal_chunks_in_steps(lengths, eviction, max_repeat):
+    jumping, stepping = (load(64, 4, lengths, policy=PolicyConfig(eviction=eviction)) for _ in range(2))
+    while jumping.live:
+        plan = jumping.step(max_repeat)
+        for _ in range(plan.num_steps):
+            stepping.step()
+        assert fingerprint(jumping.scheduler, stepping.now_s) == fingerprint(stepping.scheduler, stepping.now_s)
+    assert history(jumping) == history(stepping)
+
+
+def test_ticks_show_what_a_run_has_computed_so_far():
+    driver = load(64, 4, [(100, 20)])
+    plan = driver.plan()
+    scheduler = driver.scheduler
+    assert scheduler.repeatable_steps(plan) == 6
+    scheduler.tick()
+    scheduler.tick()
+    assert scheduler.num_pending_tokens == 100 - 2 * 16
+    assert scheduler.repeatable_steps(plan) == 6, "those included that are over"
+    scheduler.repeat(plan, 4)
+    driver.finish(plan)
+    assert scheduler.num_pending_tokens == 100 - 4 * 16
+    driver.run_to_end()
 
 
 def test_a_jump_stops_where_blocks_run_out():

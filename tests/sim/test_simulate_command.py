@@ -192,3 +192,30 @@ def test_classes_tenants_and_explanations(tmp_path, capsys):
         command("--trace", trace, "--config", str(config), "--explain", "r9")
     with pytest.raises(ConfigurationError, match="no SLO class 'a'"):
         command("--trace", trace)
+
+
+def test_what_the_gpus_cost(trace, capsys):
+    split = ("--gpu", "h100", "--tp", "2", "--pp", "2", "--replicas", "3", "--price", "h100=2.5")
+    report = report_of(capsys, "--trace", trace, *split)
+    assert report["num_gpus"] == 12
+    assert report["cost_per_hour"] == 30.0
+    per_token = 30.0 / 3600 / report["output_tokens_per_s"]
+    assert report["cost_per_million_output_tokens"] == pytest.approx(per_token * 1e6)
+    assert command("--trace", trace, *split) == 0
+    assert "$30 per hour for 12 GPUs" in " ".join(capsys.readouterr().out.split())
+
+
+def test_types_and_splits_change_the_step_time_and_the_room(trace, capsys):
+    def figures(*words):
+        report = report_of(capsys, "--trace", trace, "--model", "mixtral-8x7b", "--gpu", "h100", "--tp", "2", *words)
+        return report["tpot_s"]["mean"], report["configuration"]["num_blocks"]
+
+    whole = figures()
+    fp8, small_kv = figures("--weight-dtype", "fp8"), figures("--kv-dtype", "fp8")
+    staged, grouped = figures("--pp", "2"), figures("--ep", "2")
+    assert fp8[0] < whole[0]
+    assert fp8[1] > whole[1]
+    assert small_kv[1] == pytest.approx(2 * whole[1], abs=2)
+    assert staged[1] > 2 * whole[1]
+    assert grouped[1] == whole[1]
+    assert grouped[0] != whole[0]

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, write_jsonl
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
+from expediter.control.routing.base import Placement
 from expediter.control.routing.build import ROUTINGS
+from expediter.control.routing.simple import HandsOffToLeastLoaded
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import CacheHint, Request
 from expediter.core.slo import Slo, SloClass
@@ -273,6 +275,16 @@ def test_routing_spreads_requests():
     for routing in ("round_robin", "least_load", "cache_aware", "predicted_ttft", "splitwise"):
         _, log = run(trace, replicas=3, routing=routing)
         assert Counter(line["replica"] for line in log if line["event"] == "routed") == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_routing_of_ones_own():
+    class Last(HandsOffToLeastLoaded):
+        def route(self, query, fleet):
+            return Placement(replica_id=max(fleet.ids("prefill")), because="it is the last")
+
+    report, log = run(make_trace([(0.0, 8, 4)] * 6), replicas=3, routing=Last)
+    assert {line["replica"] for line in log if line["event"] == "routed"} == {2}
+    assert report.configuration["routing"] == "Last"
 
 
 def test_an_ordering_of_ones_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_the_json_is_stable(compared):
         "ttft_s", "tpot_s", "e2e_s", "queueing_s", "output_tokens_per_s", "prefix_hit_rate", "num_preemptions",
         "budget_used_share", "kv_used_share", "kv_used_share_highest", "drain_share", "curves", "timeline",
     ]  # fmt: skip
-    assert list(written["entries"][0]) == ["name", "settings", "num_gpus", "price_per_hour", "configuration"]
+    assert list(written["entries"][0]) == ["name", "settings", "num_gpus", "cost_per_hour", "configuration"]
     assert list(written["findings"]) == ["headline", "reach", "limits", "certainty", "caveats", "verdicts", "sustained"]
 
 
@@ -119,6 +120,20 @@ def test_the_page_needs_nothing_else(page):
     assert "default-src 'none'" in html  # and could not load anything
     assert "Leon Sorokin" in html  # uPlot's licence comes along
     assert len(html) < 400_000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="a look with a browser, where there is one")
+def test_a_browser_draws_every_plot(page, tmp_path):
+    html, reader = page
+    file = tmp_path / "page.html"
+    file.write_text(html)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    drawn = subprocess.run(
+        ["chromium", *flags, file.as_uri()], capture_output=True, check=True, text=True, timeout=60
+    ).stdout
+    plots = [attributes["id"] for tag, attributes in reader.tags if attributes.get("class") == "plot"]
+    assert drawn.count("<canvas") == len(plots) > 5
+    assert '<html lang="en" class="js">' in drawn
 
 
 def test_the_page_shows_the_figures(page, compared):
@@ -216,10 +231,19 @@ def test_the_command(capsys, tmp_path):
     assert [entry["name"] for entry in written["entries"]] == ["sarathi", "orca"]
     again = "compare --trace demo --limit 12 --preset sarathi --preset orca --load 1,2 --html comparison.html"
     assert f"expediter {again}" in (tmp_path / "a.html").read_text()
-    # The same again is the same, byte for byte.
+    # The same again is the same, byte for byte, whoever does it.
+    words[words.index("--workers") + 1] = "2"
     assert main([*words[:-3], str(tmp_path / "b.json"), "--html", str(tmp_path / "b.html")]) == 0
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_rows_left_out_are_told_of(tmp_path, capsys):
+    trace = tmp_path / "broken.jsonl"
+    good = [f'{{"timestamp": {n}, "input_length": 10, "output_length": 2, "hash_ids": [1]}}' for n in range(4)]
+    trace.write_text("\n".join([*good, "nonsense"]) + "\n")
+    assert main(["compare", "--trace", str(trace), "--load", "1", "--preset", "sarathi", "--workers", "1"]) == 0
+    assert "with a defect were left out: 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_all_at_once_has_no_load(tmp_path, capsys):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expediter.studies.findings import Outcome, findings, verdict
+from expediter.core.explanation import Reason
+from expediter.studies.findings import HELD, Outcome, findings, verdict
 from expediter.studies.words import listed, number, percent, seconds
 
 
@@ -125,11 +126,17 @@ def test_how_far_each_goes():
     assert rates["b", 0.9].offered_rps == 0
     assert rates["c", 0.99].offered_rps == 20
     assert rates["c", 0.99].is_bound
-    assert findings([outcome("a", 0.5)]).reach[0] == "99 % of the requests meet their targets at none of these loads."
-    assert findings([outcome("a", 1.0)]).reach[0] == "99 % of the requests meet their targets at all of these loads."
+    assert (
+        findings([outcome("a", 0.5)]).reach[0]
+        == "99 % of the requests meet their targets at none of these loads with a."
+    )
+    assert (
+        findings([outcome("a", 1.0)]).reach[0]
+        == "99 % of the requests meet their targets at all of these loads with a."
+    )
     assert found.reach[1] == (
-        "90 % of the requests meet their targets up to a rate of: c 20 requests/s or more (the highest load), "
-        "a 15 requests/s, b below the lowest load."
+        "90 % of the requests meet their targets at all of these loads with c; up to 15 requests/s with a; "
+        "at none of these loads with b."
     )
 
 
@@ -151,6 +158,11 @@ def test_certainty_and_caveats():
     # The advantage is 0.40333 of 0.5, the noise 4.303 x 0.0057735 / sqrt(3) of it.
     assert several.certainty[1] == "The leads exceed the noise (half that interval) 28 times at load 1."
     assert "requests came for 100 s, and a went on for 60 s" in several.caveats[0]
+
+
+def test_every_reason_to_wait_has_words():
+    others = {Reason.ROUTED, Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED}
+    assert set(HELD) == {reason.value for reason in Reason if reason not in others}
 
 
 SHARES = st.floats(0, 1)

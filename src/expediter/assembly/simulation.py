@@ -19,6 +19,7 @@ from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
 from expediter.control.migration import MigrationConfig
+from expediter.control.routing.base import Router
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
@@ -89,7 +90,8 @@ class SimulationConfig:
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
-        routing: name of a routing policy, or one with its thresholds; a name keeps the preset's thresholds.
+        routing: name of a routing policy, which keeps the preset's thresholds; one with thresholds; or a class of one's
+            own with the `Router` protocol.
         policy: names of the parts; None for the preset's.
         ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
         batching, memory, budget, victims, preemption_mode: names of parts.
@@ -135,7 +137,7 @@ class SimulationConfig:
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    routing: str | RoutingConfig | None = None
+    routing: str | RoutingConfig | type[Router] | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None
     batching: str | None = None
@@ -263,6 +265,7 @@ class Simulation:
             self.metrics,
             slo=self._config.slo,
             num_gpus=sum(pool.num_gpus for pool in pools_of(self._config)),
+            cost_per_hour=_cost_per_hour(self._config),
             num_steps=self._cluster.num_steps,
             wall_s=time.perf_counter() - started,
             decisions=self._decisions(),
@@ -336,7 +339,7 @@ class _Setup:
     limits: SchedulerConfig
     policy: PolicyConfig
     own_ordering: type[Ordering] | None
-    routing: RoutingConfig
+    routing: RoutingConfig | type[Router]
     prefix_caching: bool
     block_size: int
     num_blocks: int
@@ -362,7 +365,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     if timeline is not None:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
-    copies = setups[0].routing.name in _COPYING
+    routing = setups[0].routing
+    copies = not isinstance(routing, RoutingConfig) or routing.name in _COPYING
     journeys, failures = _motion(
         config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
     )
@@ -405,7 +409,8 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         )
         for replica_id, (pool, setup) in enumerate(sites)
     ]
-    cluster = Cluster(replicas, make_router(setups[0].routing), loop, observers, journeys, failures)
+    router = make_router(routing) if isinstance(routing, RoutingConfig) else routing()
+    cluster = Cluster(replicas, router, loop, observers, journeys, failures)
     if journeys is not None:
         cluster.fleet.link = journeys.link
     description = _description(config, setups[0])
@@ -470,6 +475,15 @@ def _stores(
     return Stores(config.stores, network, local, kv_bytes_per_token=kv_bytes_per_token, block_size=block_size)
 
 
+def _cost_per_hour(config: SimulationConfig) -> float | None:
+    """Return dollars for all GPUs; None where a step-time model of one's own says nothing about GPUs."""
+    if config.step_time is not None:
+        return None
+    return sum(
+        pool.num_gpus * gpu_named(pool.gpu or config.gpu, config.prices).price_per_hour for pool in pools_of(config)
+    )
+
+
 def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:
     if config.cold_start_s is not None:
         return config.cold_start_s
@@ -504,6 +518,7 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
         role=pool.role,
         speed=Speed.of(setup.step_time, setup.limits.max_num_batched_tokens) if knows else Speed(),
         max_kv_tokens=setup.num_blocks * setup.block_size,
+        caches_prefixes=setup.prefix_caching,
     )
 
 
@@ -597,7 +612,9 @@ def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
     return shape, gpu_named(config.gpu, config.prices)
 
 
-def _routing(asked: str | RoutingConfig | None, of_preset: RoutingConfig) -> RoutingConfig:
+def _routing(
+    asked: str | RoutingConfig | type[Router] | None, of_preset: RoutingConfig
+) -> RoutingConfig | type[Router]:
     if asked is None:
         return of_preset
     return replace(of_preset, name=asked) if isinstance(asked, str) else asked
@@ -613,7 +630,7 @@ def _description(config: SimulationConfig, setup: _Setup) -> dict[str, Any]:
         "expert_parallel": config.expert_parallel,
         "replicas": config.replicas,
         "pools": [_pool_description(pool) for pool in config.pools],
-        "routing": setup.routing.name,
+        "routing": setup.routing.name if isinstance(setup.routing, RoutingConfig) else setup.routing.__name__,
         "policy": asdict(setup.policy) | ({"ordering": setup.own_ordering.__name__} if setup.own_ordering else {}),
         "step_time": type(setup.step_time).__name__,
         "engine": config.engine if config.step_time is None else None,

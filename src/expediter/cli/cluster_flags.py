@@ -143,11 +143,18 @@ def _store(text: str) -> StoreConfig:
 def hardware_text(setup: dict[str, Any]) -> str:
     """Return a configuration's replicas in words: number x GPUs of each."""
     pools = [
-        f"{pool['replicas']} x {pool['tensor_parallel'] * pool['pipeline_parallel']} "
-        f"{pool.get('gpu', setup['gpu'])} {pool['role']}"
+        f"{pool['replicas']} x {_num_gpus(pool, setup)} {pool.get('gpu', setup['gpu'])} {pool['role']}"
         for pool in setup["pools"]
     ]
-    return " + ".join(pools) or f"{setup['replicas']} x {setup['tensor_parallel']} {setup['gpu']}"
+    return " + ".join(pools) or f"{setup['replicas']} x {_num_gpus(setup, setup)} {setup['gpu']}"
+
+
+def _num_gpus(split: dict[str, Any], default: dict[str, Any]) -> int:
+    sizes = (split.get(name, default[name]) for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"))
+    from expediter.perfmodel.parallelism import Parallelism
+
+    tensor, pipeline, expert = sizes
+    return Parallelism(tensor=tensor, pipeline=pipeline, expert=expert).num_gpus
 
 
 def cluster_facts(report: Report) -> list[tuple[str, str]]:

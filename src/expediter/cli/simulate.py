@@ -365,8 +365,10 @@ def _facts_table(report: Report) -> Table:
             f"{counts.unservable} unservable + {counts.aborted} aborted",
         ),
         ("SLO", f"{_targets(report)}: attained by {_percent(report.slo_attainment)}"),
+        ("missed", _by_name({_MISSED[name]: str(n) for name, n in report.missed.items()}) or "0"),
         ("goodput", f"{_number(report.goodput_rps)} requests/s, {_number(report.goodput_rps_per_gpu)} per GPU"),
         ("output", f"{_number(report.output_tokens_per_s)} tokens/s"),
+        *_cost(report),
         ("prefix hit rate", _percent(report.prefix_hit_rate)),
         ("preemptions", _by_name({name: str(n) for name, n in report.decisions.preemptions.items()}) or "0"),
         ("waiting", _by_name({name: f"{s:.4g} s" for name, s in report.decisions.held_s.items()}) or "-"),
@@ -376,6 +378,16 @@ def _facts_table(report: Report) -> Table:
     ):
         facts.add_row(name, text)
     return facts
+
+
+def _cost(report: Report) -> list[tuple[str, str]]:
+    if report.cost_per_hour is None:
+        return []
+    per_million = f", {_number(report.cost_per_million_output_tokens)} per million output tokens"
+    return [("cost", f"${_number(report.cost_per_hour)} per hour for {report.num_gpus} GPUs{per_million}")]
+
+
+_MISSED = {"served": "not served", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 
 
 def _cells(values: Distribution) -> list[str]:

@@ -36,7 +36,8 @@ class ReplicaSnapshot:
     Attributes:
         replica_id: stable number of the replica.
         num_requests: requests dispatched to it that have not ended, counted at dispatch.
-        num_pending_tokens: prompt tokens dispatched to it whose KV has not been computed yet.
+        num_pending_tokens: prompt tokens dispatched to it whose KV has not been computed yet, as far as it is not
+            expected to be cached there.
         num_context_tokens: prompt tokens of all those requests, computed or not.
         num_running: requests in its running batch when it last said so.
     """
@@ -70,12 +71,14 @@ class ReplicaProfile:
         role: what it does.
         speed: how fast it computes.
         max_kv_tokens: tokens that its KV cache holds; None if that is not known.
+        caches_prefixes: whether it keeps prompts for others.
         cached_tokens: asks its cache how many leading tokens of a request's prompt it holds; None where nobody can.
     """
 
     role: Role = "mixed"
     speed: Speed = field(default_factory=Speed)
     max_kv_tokens: int | None = None
+    caches_prefixes: bool = True
     cached_tokens: Callable[[Request], int] | None = None
 
 

@@ -109,24 +109,31 @@ class PrefixIndex:
         held = self._held.get(slot)
         if held is None:
             held = self._held[slot] = OrderedDict()
-        all_holders = self._holders
+        all_holders, own_bytes = self._holders, _NODE_BYTES + sys.getsizeof(bit) + _HOLDING_BYTES
+        renew, renew_own, num_new = all_holders.move_to_end, held.move_to_end, 0
         for key in reversed(keys):
             holders = all_holders.get(key)
             if holders is None:
                 all_holders[key] = bit
                 held[key] = None
-                self.num_bytes += _NODE_BYTES + sys.getsizeof(bit) + _HOLDING_BYTES
+                num_new += 1
                 continue
-            all_holders.move_to_end(key)
+            renew(key)
             if holders & bit:
-                held.move_to_end(key)
+                renew_own(key)
             else:
                 all_holders[key] = holders | bit
                 held[key] = None
                 self.num_bytes += sys.getsizeof(holders | bit) - sys.getsizeof(holders) + _HOLDING_BYTES
-        max_blocks = self._max_blocks.get(slot)
-        while max_blocks is not None and len(held) > max_blocks:
-            self._let_go(slot, held.popitem(last=False)[0])
+        max_blocks = self._max_blocks.get(slot, len(held))
+        while len(held) > max_blocks:
+            key = held.popitem(last=False)[0]
+            if all_holders[key] == bit:
+                del all_holders[key]
+                num_new -= 1
+            else:
+                self._let_go(slot, key)
+        self.num_bytes += num_new * own_bytes
         while self.num_bytes > self._max_bytes and all_holders:
             key = next(iter(all_holders))
             for holder in _bits(all_holders[key]):

@@ -59,6 +59,15 @@ class StepFeatures(NamedTuple):
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
 
+    def later(self, num_steps: int) -> StepFeatures:
+        """Return those of the same plan that many steps later, if at most one entry is no decode (exactly)."""
+        if not num_steps:
+            return self
+        return self._replace(
+            decode_context_tokens=self.decode_context_tokens + num_steps * self.num_decodes,
+            prefill_attention=self.prefill_attention + num_steps * self.num_prefill_tokens**2,
+        )
+
 
 class Admission(NamedTuple):
     """A sequence that enters the running set with this plan; the executor sets its slot up anew.
@@ -100,7 +109,8 @@ class StepPlan:
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
         budget_tokens: most tokens that the step might compute.
-        num_steps: consecutive steps that this plan stands for; above 1 only in simulation (`Scheduler.repeat`).
+        num_steps: consecutive steps that this plan stands for, above 1 only in simulation (`Scheduler.repeat`): each
+            entry goes on by its length in each; who is no decode has its further tokens in its `Admission`.
         events: what planning itself did: admissions and preemptions.
         swap_out: device blocks to host blocks, after the copies and before anything else of the plan: the device
             blocks may be handed out again in the same plan.

@@ -78,6 +78,14 @@ class StepTimeModel(Protocol):
         ...
 
 
+def run_s(model: StepTimeModel, features: StepFeatures, num_steps: int) -> list[float]:
+    """Return how long the steps of a repeated plan take, each as `step_time_s` says (`StepFeatures.later`)."""
+    if features.num_prefill_tokens:
+        return [model.step_time_s(features.later(number)) for number in range(num_steps)]
+    durations: list[float] = model.decode_run_s(features, num_steps).tolist()
+    return durations
+
+
 class MetricsSink(Protocol):
     """Receives events in order, as they happen."""
 

@@ -22,7 +22,7 @@ from expediter.perfmodel.parallelism import Parallelism
 
 
 def smooth_max(a: float, b: float) -> float:
-    """Return (a^4 + b^4)^(1/4) by the operations, in the order, that `RooflineModel.decode_run_s` applies to arrays."""
+    """Return (a^4 + b^4)^(1/4), a maximum without its sharp knee."""
     a *= a
     b *= b
     return sqrt(sqrt(a * a + b * b))

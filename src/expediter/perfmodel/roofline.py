@@ -14,7 +14,7 @@
 for N tokens on n GPUs (`StepFeatures`), everything divided among the GPUs where they share it. The kernels' shares and
 latencies belong to the GPU's generation (`constants.Kernels`), the host's times and four factors to the engine
 (`constants.Engine`). At a knee a sharp maximum is too low and the root of squares too high; the fourth power is closest
-to the measured products. It costs two square roots, which round the same way one by one and in arrays. Launches hide
+to the measured products. It costs two square roots. Launches hide
 less well behind a GPU that waits for other GPUs at every all-reduce: their knee is softer.
 
 **Windows.** A windowed layer reads min(context, window) per sequence; of a step only sums are known, so every sequence
@@ -31,6 +31,7 @@ docs/perfmodel.md holds the sources of every constant and how far off the model 
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Final
 
 import numpy as np
@@ -44,6 +45,7 @@ from expediter.perfmodel.hardware import Gpu
 from expediter.perfmodel.parallelism import Parallelism
 
 _SMALL_KERNELS: Final = 5  # two norms with the residual, rotation, KV write, activation
+_LATENT_NORMS: Final = 2  # of the compressed query and of the latent vector
 _FITTED_HEAD: Final = 128
 _HEAD_EXPONENT: Final = 0.3
 """Prefill attention on H100 reaches 0.53, 0.67, 0.76, 0.79 of the peak with heads of 64, 128, 192, 256 elements."""
@@ -99,7 +101,7 @@ class RooflineModel:
         bandwidth = gpu.memory_bandwidth * kernels.gemm_bandwidth_share * n / engine.memory_factor
         flops = gpu.flops * kernels.gemm_flops_share * n / engine.compute_factor
         layer_flops, layer_bandwidth, latency_s = flops, bandwidth, kernels.gemm_latency_s
-        self._token_s, small_kernels = 0.0, _SMALL_KERNELS
+        self._token_s, small_kernels = 0.0, _SMALL_KERNELS + (0 if shape.latent is None else _LATENT_NORMS)
         peak = {"fp8": gpu.fp8_flops, "fp4": gpu.fp4_flops}.get(shape.weight_dtype, 0.0)
         if peak and kernels.fp8_gemm_flops_share:
             # Elsewhere such weights are only kept so, and are multiplied in bfloat16.
@@ -111,8 +113,8 @@ class RooflineModel:
             small_kernels += _CONVERSIONS
         self._fixed_s = factor * _num_products(shape) * latency_s + kernels.gemm_latency_s
         self._fixed_s += factor * shape.num_layers * small_kernels * kernels.small_kernel_s
-        self._layer_weights_s = factor * shape.dense_weight_bytes / layer_bandwidth
-        self._head_weights_s = shape.num_head_params * shape.bytes_per_value / bandwidth
+        self._layer_weights_4 = (factor * shape.dense_weight_bytes / layer_bandwidth) ** 4
+        self._head_weights_4 = (shape.num_head_params * shape.bytes_per_value / bandwidth) ** 4
         self._layer_token_s = factor * 2 * shape.num_dense_params / layer_flops
         self._head_seq_s = 2 * shape.num_head_params / flops
 
@@ -222,8 +224,8 @@ class RooflineModel:
         num_seqs: float
         num_decodes: float
         expert_tokens: float
-        num_tokens, num_seqs, num_decodes = features.num_tokens, features.num_seqs, features.num_decodes
-        attention, expert_tokens, pieces = features.prefill_attention, num_tokens, 1
+        num_tokens, num_seqs, num_decodes, _, attention = features
+        expert_tokens, pieces = num_tokens, 1
         if self._is_split:
             microbatches = max(1, min(self._num_stages, features.num_seqs))
             pieces = microbatches * max(1, min(self._num_groups, features.num_seqs // microbatches))
@@ -231,10 +233,14 @@ class RooflineModel:
             num_tokens, num_seqs, num_decodes = num_tokens / pieces, num_seqs / pieces, num_decodes / pieces
             attention /= pieces
         host_s, launch_s = self._host_s, self._decode_launch_s
+        # |a, b| twice, without the calls: this is where a simulation spends its time on step times.
+        layers_s, head_s = self._layer_token_s * num_tokens, self._head_seq_s * num_seqs
+        layers_s *= layers_s
+        head_s *= head_s
         gpu_s = (
             self._fixed_s
-            + smooth_max(self._layer_weights_s, self._layer_token_s * num_tokens)
-            + smooth_max(self._head_weights_s, self._head_seq_s * num_seqs)
+            + sqrt(sqrt(self._layer_weights_4 + layers_s * layers_s))
+            + sqrt(sqrt(self._head_weights_4 + head_s * head_s))
             + self._token_s * num_tokens
             + self._seq_s * num_seqs
         )

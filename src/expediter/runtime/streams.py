@@ -29,7 +29,8 @@ class RequestStream:
     After a `Finished` or `Rejected` nothing follows.
 
     Attributes:
-        num_pending_tokens: of its prompt, until the first token comes; the first sequence of a group has them all.
+        num_pending_tokens: of its prompt, as far as not taken to be cached, until the first token comes; the first
+            sequence of a group has them all.
     """
 
     request: Request

@@ -220,11 +220,12 @@ class Supervisor:
         replica = self._by_id[decision.replica_id]
         assert replica.process is not None
         streams = [RequestStream(request, decision.replica_id, wake) for request in requests]
-        num_prompt_tokens = streams[0].num_pending_tokens = requests[0].num_prompt_tokens
+        num_prompt_tokens = requests[0].num_prompt_tokens
+        streams[0].num_pending_tokens = num_prompt_tokens - decision.num_cached_tokens
         replica.process.send(submit_frame(requests))
         for stream in streams:
             replica.in_flight[stream.request.request_id] = stream
-        replica.num_pending_tokens += num_prompt_tokens
+        replica.num_pending_tokens += streams[0].num_pending_tokens
         replica.num_context_tokens += num_prompt_tokens * len(streams)
         self._fleet.dispatched(decision.replica_id)
         replica.metrics.record(Queued(r.request_id, r.arrival_s, r.tenant, r.slo_class, r.slo) for r in requests)
@@ -358,7 +359,9 @@ class Supervisor:
             if state is ReplicaState.UP:
                 assert replica.hello is not None
                 limits = replica.hello.limits
-                profile = ReplicaProfile(max_kv_tokens=limits.num_blocks * limits.block_size)
+                profile = ReplicaProfile(
+                    max_kv_tokens=limits.num_blocks * limits.block_size, caches_prefixes=replica.spec.prefix_caching
+                )
                 self._fleet.join(replica.spec.replica_id, replica.snapshot, profile)
             else:
                 self._fleet.leave(replica.spec.replica_id)

@@ -28,6 +28,7 @@ class InFlight:
         self.chunks = chunks
         self.is_full = is_full
         self._dropped: set[int] = set()
+        self._num_ahead = 0
 
     def drop(self, state: RequestState, slot: int, successor: RequestState | None) -> None:
         """Ignore a sequence that has left `slot`; another of its group may go on with its chunk."""
@@ -35,6 +36,21 @@ class InFlight:
         if successor is not None:
             states = self.chunks.states
             states[:] = [successor if other is state else other for other in states]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everybody who was planned is still there."""
+        return not self._dropped
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps of a run whose chunks count as computed already."""
+        return self._num_ahead
+
+    def compute_ahead(self, running: RunningSet) -> None:
+        """Record what one more step of a run computed of its prompt."""
+        self._num_ahead += 1
+        running.compute(self.chunks.states[0], int(self.plan.lengths[-1]))
 
     def check(self, result: StepResult) -> None:
         """Verify that a result has the plan's shape.
@@ -79,7 +95,7 @@ class InFlight:
             return []
         for index, state in enumerate(chunked.states, start=plan.num_decodes):
             if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
-                running.compute(state, int(plan.lengths[index]))
+                running.compute(state, int(plan.lengths[index]) * (plan.num_steps - self._num_ahead))
         sampled = enumerate(chunked.sampled, start=plan.num_decodes)
         columns = [column for column, state in sampled if state.status is Status.RUNNING]
         if not columns:

@@ -47,14 +47,16 @@ class Knowledge:
         durations = result.durations_s or (result.elapsed_s,)
         for index, duration_s in enumerate(durations):
             if self.step_time.wants(plan.step_id + index):
-                context = features.decode_context_tokens + index * features.num_decodes
-                self.step_time.observe(features._replace(decode_context_tokens=context), duration_s)
-        if is_full and features.num_prefill_tokens > 0:
-            fade = math.exp(-features.num_prefill_tokens / _MEMORY_TOKENS)
-            self._busy_s = self._busy_s * fade + result.elapsed_s
-            self._busy_tokens = self._busy_tokens * fade + features.num_prefill_tokens
-            self._busy_steps = self._busy_steps * fade + 1
-            self._busy_all_tokens = self._busy_all_tokens * fade + features.num_tokens
+                self.step_time.observe(features.later(index), duration_s)
+            if is_full and features.num_prefill_tokens > 0:
+                self._observe_load(features, duration_s)
+
+    def _observe_load(self, features: StepFeatures, duration_s: float) -> None:
+        fade = math.exp(-features.num_prefill_tokens / _MEMORY_TOKENS)
+        self._busy_s = self._busy_s * fade + duration_s
+        self._busy_tokens = self._busy_tokens * fade + features.num_prefill_tokens
+        self._busy_steps = self._busy_steps * fade + 1
+        self._busy_all_tokens = self._busy_all_tokens * fade + features.num_tokens
 
     @property
     def prefill_token_s(self) -> float:

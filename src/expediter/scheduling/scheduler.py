@@ -486,16 +486,38 @@ class Scheduler:
         The last of them may be the one in which a request ends. Requests that a token can stop are never repeated:
         their end is not known before. Age may still change the order of the queue: see `queue_changes_s`.
         """
-        decoding = self._running.decoding
-        if plan.num_decodes < plan.num_seqs or decoding.num_stopping or decoding.size < plan.num_seqs:
+        step, running = self._in_flight, self._running
+        if step is None or not step.is_whole or plan.num_swapped_blocks or running.decoding.num_stopping:
             return 1
-        if plan.num_swapped_blocks:
-            return 1
-        if self._running.prefilling:  # held up by the budget, which may be another one next time
+        if plan.num_decodes != running.decoding.size:
             return 1
         if len(self._waiting) and not self._queue_is_stuck:
             return 1
-        return decoding.max_run(self.kv.block_size, self.kv.num_available_blocks)
+        if not running.prefilling:
+            return running.decoding.max_run(self.kv.block_size, self.kv.num_available_blocks)
+        run = self._repeatable_chunks(step)
+        if run > 1 and plan.num_decodes:
+            run = min(run, running.decoding.max_run(self.kv.block_size, self.kv.num_available_blocks))
+        return run
+
+    def _repeatable_chunks(self, step: InFlight) -> int:
+        """Return how many times the plan's chunk can be followed by one like it: the next of a prompt that takes all.
+
+        The last of them leaves at least a token: that token's step samples.
+        """
+        plan, rules, prefilling = step.plan, self.policy.rules, self._running.prefilling
+        if step.chunks.states != prefilling[:1] or step.chunks.sampled:
+            return 1
+        if plan.features.num_tokens < plan.budget_tokens or not rules.budget.is_static:
+            return 1
+        if rules.ordering.interleaves and len(prefilling) > 1:
+            return 1
+        state = prefilling[0]
+        left = state.num_known_tokens - state.num_computed_tokens
+        run = step.num_ahead + (left - 1) // plan.features.num_prefill_tokens
+        # Where the cache holds more of the prompt already, its blocks are given up for those one by one.
+        num_cached = self.kv.match(state.token_bytes, state.request.cache_salt).num_blocks
+        return run if num_cached * self.kv.block_size <= state.num_computed_tokens else 1
 
     def queue_changes_s(self, now_s: float) -> float:
         """Return the time after which a plan may differ from a repeated one because somebody waited too long."""
@@ -513,8 +535,18 @@ class Scheduler:
             return
         if self._in_flight is None or plan is not self._in_flight.plan or num_steps > self.repeatable_steps(plan):
             raise InvariantError(f"step {plan.step_id} cannot be repeated {num_steps} times")
+        while self._running.prefilling and self._in_flight.num_ahead < num_steps - 1:
+            self._in_flight.compute_ahead(self._running)
         self._running.grow_for_run(num_steps)
         plan.num_steps = num_steps
+
+    def tick(self) -> None:
+        """Record that one more step of a run with a prompt is over; what it computed can be reused from now on.
+
+        `repeat` and `apply` at the end of the run do the same for those steps that nobody told of.
+        """
+        assert self._in_flight is not None
+        self._in_flight.compute_ahead(self._running)
 
     # -- integrity ----------------------------------------------------------------------------------------------------
 

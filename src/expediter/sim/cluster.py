@@ -104,7 +104,7 @@ class Cluster:
             for request in group:
                 self._observer.arrived(request, decision, now_s)
             if isinstance(decision, Placement):
-                self._replicas[decision.replica_id].receive(group, now_s)
+                self._replicas[decision.replica_id].receive(group, now_s, num_expected_hits=decision.num_cached_tokens)
                 self.fleet.dispatched(decision.replica_id)
         if self._progress is not None and self._num_arrived % _PROGRESS_EVERY == 0:
             self._progress(self._num_arrived)

@@ -8,7 +8,7 @@ import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.plan import StepPlan, StepResult
-from expediter.core.ports import ExecutorLimits, StepTimeModel
+from expediter.core.ports import ExecutorLimits, StepTimeModel, run_s
 from expediter.core.request import RequestState, TokenArray
 from expediter.sim.synthetic_tokens import VOCAB_SIZE, output_base, output_tokens
 
@@ -71,12 +71,11 @@ class SimulatedExecutor:
         return self.result(plan, self.durations_s(plan, plan.num_steps))
 
     def durations_s(self, plan: StepPlan, num_steps: int) -> list[float]:
-        """Return how long each of `num_steps` steps in a row takes; above 1 for plans of decodes only."""
+        """Return how long each of `num_steps` steps in a row takes; see `Scheduler.repeatable_steps`."""
         if num_steps == 1:
             moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
             return [self._step_time.step_time_s(plan.features) + moving_s]
-        durations: list[float] = self._step_time.decode_run_s(plan.features, num_steps).tolist()
-        return durations
+        return run_s(self._step_time, plan.features, num_steps)
 
     def result(self, plan: StepPlan, durations_s: Sequence[float]) -> StepResult:
         """Return the plan's result where the durations are known already; `execute` without asking the model again."""
@@ -95,7 +94,7 @@ class SimulatedExecutor:
             self._bases[admission.slot] = output_base(self._number_of(admission.state))
         sampled = plan.sampled
         if not len(sampled):
-            return np.empty((1, 0), np.int32)
+            return np.empty((plan.num_steps, 0), np.int32)
         positions = plan.starts + plan.lengths
         if plan.num_decodes < plan.num_seqs:  # else each entry is sampled once
             positions = positions[sampled]

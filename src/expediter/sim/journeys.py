@@ -199,7 +199,7 @@ class Journeys:
         if fetch is not None:
             self._fetches.begin(first, fetch, now_s)
         elif len(journeys) > 1 or first.carried is None:
-            replica.receive(legs, now_s, keep=keep)
+            replica.receive(legs, now_s, keep=keep, num_expected_hits=placement.num_cached_tokens)
         else:
             self._resume(first, legs[0], None, now_s, keep=keep)
         self._fleet.dispatched(replica.replica_id)

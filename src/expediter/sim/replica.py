@@ -10,7 +10,7 @@ from typing import Final
 
 from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot, Role
 from expediter.core.errors import InvariantError
-from expediter.core.events import Event, Finished, Rejected, Tokens
+from expediter.core.events import Admitted, Event, Finished, Rejected, Tokens
 from expediter.core.plan import StepFeatures, StepPlan
 from expediter.core.request import Carried, Request
 from expediter.scheduling.passage import Departure
@@ -20,6 +20,7 @@ from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer, Probe, ReplicaLoad
 
 _ENDS: Final = (Finished, Rejected)
+_STARTS_OR_ENDS: Final = (Admitted, Finished, Rejected)
 
 
 class SimulatedReplica:
@@ -27,7 +28,8 @@ class SimulatedReplica:
 
     Steps that would all be planned alike are advanced in one jump, which ends early at the end of the step in progress
     when a request arrives. Nothing that anyone can see differs from single steps: between the steps of a jump no
-    request starts, ends or is preempted, and the end times are the same sums.
+    request starts, ends or is preempted, the end times are the same sums, and what is computed of a prompt is recorded
+    at the end of each.
 
     Requests that arrive during a step wait in the inbox until it ends, as with a real replica.
 
@@ -41,7 +43,7 @@ class SimulatedReplica:
         num_steps: steps begun and finished so far; a jump counts for all of its steps.
         num_prompt_steps: steps so far that computed prompts.
         budget_shares: sum over those of the share of the token budget that they used.
-        on_steps: told of each step or jump of equal steps when it is over, with its features at the beginning and the
+        on_steps: told of each step or jump of decodes when it is over, with its features at the beginning and the
             duration of each step; None for nobody.
         incarnation: how often it was lost.
         on_load_change: called after anything that changes `snapshot` without a `receive`.
@@ -84,10 +86,13 @@ class SimulatedReplica:
         self._num_inbox_tokens = 0
         self._num_context_tokens = 0
         self._prompt_tokens: dict[str, int] = {}
+        self._expected_hits: dict[str, int] = {}
+        self._num_expected_hits = 0
         self._plan: StepPlan | None = None
         self._durations_s: list[float] = []
         self._ends_s: list[float] = []
         self._end_ticket = -1
+        self._num_over = 0
         self._is_woken = False
 
     @property
@@ -97,10 +102,11 @@ class SimulatedReplica:
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees; exact also in the middle of a jump, during which none of it changes."""
+        num_pending = self.scheduler.num_pending_tokens + self._num_inbox_tokens
         return ReplicaSnapshot(
             replica_id=self.replica_id,
             num_requests=len(self._prompt_tokens),
-            num_pending_tokens=self.scheduler.num_pending_tokens + self._num_inbox_tokens,
+            num_pending_tokens=max(0, num_pending - self._num_expected_hits),
             num_context_tokens=self._num_context_tokens,
             num_running=self.scheduler.num_running,
         )
@@ -115,12 +121,18 @@ class SimulatedReplica:
         kv = self.scheduler.kv
         return kv.match(request.prompt.tobytes(), request.cache_salt).num_blocks * kv.block_size
 
-    def receive(self, group: Sequence[Request], now_s: float, *, keep: bool = False) -> None:
+    def receive(
+        self, group: Sequence[Request], now_s: float, *, keep: bool = False, num_expected_hits: int = 0
+    ) -> None:
         """Take a request that arrives at `now_s`, with all its sequences.
 
         Args:
             keep: keep their KV for a transfer when they end.
+            num_expected_hits: prompt tokens that the router takes to be cached here: no load, until it turns out.
         """
+        if num_expected_hits:
+            self._expected_hits[group[0].request_id] = num_expected_hits
+            self._num_expected_hits += num_expected_hits
         self._inbox.append((group, keep))
         self._num_inbox_tokens += group[0].num_prompt_tokens
         for request in group:
@@ -136,6 +148,7 @@ class SimulatedReplica:
     def forget(self, request_id: str) -> None:
         """Count a request no more that has gone elsewhere."""
         self._num_context_tokens -= self._prompt_tokens.pop(request_id, 0)
+        self._num_expected_hits -= self._expected_hits.pop(request_id, 0)
         self.on_load_change()
 
     def post(self, action: Callable[[float], None], now_s: float) -> None:
@@ -161,6 +174,8 @@ class SimulatedReplica:
         self._inbox.clear()
         self._posted.clear()
         self._prompt_tokens.clear()
+        self._expected_hits.clear()
+        self._num_expected_hits = 0
         self._num_inbox_tokens = self._num_context_tokens = 0
         self.scheduler = self._renew()
         self.incarnation += 1
@@ -179,6 +194,8 @@ class SimulatedReplica:
         if num_steps:
             self.scheduler.repeat(plan, num_steps)
             self.num_steps += num_steps
+            for _ in range(num_steps):  # and the one that is lost
+                self._count_prompt_step(plan)
             result = self._executor.result(plan, self._durations_s[:num_steps])
             self._emit(self.scheduler.apply(result, self._ends_s[num_steps - 1]))
 
@@ -210,7 +227,17 @@ class SimulatedReplica:
             self._schedule_end()
 
     def _schedule_end(self) -> None:
-        self._end_ticket = self._loop.schedule(self._ends_s[-1], EventKind.STEP_END, self.replica_id, self._finish_step)
+        """Wait for the end of the jump, or of its next step: what is computed of a prompt shows at once."""
+        assert self._plan is not None
+        ticks = self._plan.features.num_prefill_tokens > 0 and self._num_over < len(self._ends_s) - 1
+        end_s, action = (self._ends_s[self._num_over], self._tick) if ticks else (self._ends_s[-1], self._finish_step)
+        self._end_ticket = self._loop.schedule(end_s, EventKind.STEP_END, self.replica_id, action)
+
+    def _tick(self, now_s: float) -> None:  # noqa: ARG002 - the loop's
+        self._num_over += 1
+        self.scheduler.tick()
+        self.on_load_change()
+        self._schedule_end()
 
     def _plan_step(self, now_s: float) -> None:
         self._is_woken = False
@@ -238,9 +265,7 @@ class SimulatedReplica:
         if self._idle_since_s is not None:
             self._idle_s += now_s - self._idle_since_s
             self._idle_since_s = None
-        if plan.features.num_prefill_tokens:
-            self.num_prompt_steps += 1
-            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
+        self._count_prompt_step(plan)
         num_steps = self.scheduler.repeatable_steps(plan) if self._jumps and not self._posted else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         if self._slowness != 1.0:
@@ -251,7 +276,13 @@ class SimulatedReplica:
             # A plan made after that moment may differ, so the step in progress then is the last of the jump.
             del self._ends_s[bisect_right(self._ends_s, self.scheduler.queue_changes_s(now_s)) + 1 :]
         self._plan = plan
+        self._num_over = 0
         self._schedule_end()
+
+    def _count_prompt_step(self, plan: StepPlan) -> None:
+        if plan.features.num_prefill_tokens:
+            self.num_prompt_steps += 1
+            self.budget_shares += plan.features.num_tokens / plan.budget_tokens
 
     def _do_posted(self, now_s: float) -> None:
         posted, self._posted = self._posted, []
@@ -265,14 +296,24 @@ class SimulatedReplica:
             self.scheduler.repeat(plan, num_steps)
         self._look(now_s)
         if self.on_steps is not None:
-            self.on_steps(plan.features, self._durations_s[:num_steps])
+            self._tell_of_steps(plan, self._durations_s[:num_steps])
         result = self._executor.result(plan, self._durations_s[:num_steps])
         self._plan = None
         self.num_steps += num_steps
+        for _ in range(num_steps - 1):
+            self._count_prompt_step(plan)
         self._emit(self.scheduler.apply(result, now_s))
         if plan.features.num_prefill_tokens:
             self.on_load_change()
         self._wake(now_s)
+
+    def _tell_of_steps(self, plan: StepPlan, durations_s: list[float]) -> None:
+        assert self.on_steps is not None
+        if not plan.features.num_prefill_tokens:
+            self.on_steps(plan.features, durations_s)
+            return
+        for number, duration_s in enumerate(durations_s):
+            self.on_steps(plan.features.later(number), [duration_s])
 
     def _look(self, now_s: float) -> None:
         if self._probe is not None:
@@ -287,6 +328,8 @@ class SimulatedReplica:
         if not facts:  # most steps only yield tokens
             return
         for event in facts:
+            if isinstance(event, _STARTS_OR_ENDS):
+                self._num_expected_hits -= self._expected_hits.pop(event.request_id, 0)
             if isinstance(event, _ENDS):
                 self._num_context_tokens -= self._prompt_tokens.pop(event.request_id)
                 self.on_load_change()

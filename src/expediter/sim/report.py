@@ -133,6 +133,7 @@ class Report:
             `tpot`, `e2e`.
         classes, tenants: by name, if any request has one; "" are the others.
         decisions: what the schedulers did.
+        cost_per_hour, cost_per_million_output_tokens: US dollars for all GPUs; None if their prices are not known.
         prefix_hit_rate: prompt tokens reused from the cache at first admission / prompt tokens admitted.
         num_steps: forward passes of all replicas, each step of a jump counted.
         simulated_s: first arrival to last event, in virtual time.
@@ -159,6 +160,8 @@ class Report:
     goodput_rps: float | None
     goodput_rps_per_gpu: float | None
     output_tokens_per_s: float | None
+    cost_per_hour: float | None
+    cost_per_million_output_tokens: float | None
     prefix_hit_rate: float | None
     num_prompt_tokens: int
     num_output_tokens: int
@@ -190,6 +193,7 @@ def build_report(
     *,
     slo: Slo,
     num_gpus: int,
+    cost_per_hour: float | None = None,
     num_steps: int,
     wall_s: float,
     decisions: DecisionReport,
@@ -210,6 +214,7 @@ def build_report(
     counts, total = metrics.counts(), metrics.total
     simulated_s = metrics.last_event_s - (metrics.first_event_s or 0.0)
     goodput = total.num_met / simulated_s if simulated_s > 0 else None
+    output_tokens_per_s = total.num_output_tokens / simulated_s if simulated_s > 0 else None
     return Report(
         requests=counts,
         ttft_s=total.ttft_s.distribution(),
@@ -222,7 +227,13 @@ def build_report(
         missed=dict(sorted(total.missed.items())),
         goodput_rps=goodput,
         goodput_rps_per_gpu=None if goodput is None else goodput / num_gpus,
-        output_tokens_per_s=total.num_output_tokens / simulated_s if simulated_s > 0 else None,
+        output_tokens_per_s=output_tokens_per_s,
+        cost_per_hour=cost_per_hour,
+        cost_per_million_output_tokens=(
+            cost_per_hour / 3600 / output_tokens_per_s * 1e6
+            if cost_per_hour is not None and output_tokens_per_s
+            else None
+        ),
         prefix_hit_rate=_hit_rate(total),
         num_prompt_tokens=total.num_prompt_tokens,
         num_output_tokens=total.num_output_tokens,

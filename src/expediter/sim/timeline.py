@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -112,11 +112,14 @@ class TimelineRecorder:
         first = self._bucket(start_s)
         used_growth = (after.num_used_blocks - before.num_used_blocks) / (end_s - start_s)
         cached_growth = (after.num_cached_blocks - before.num_cached_blocks) / (end_s - start_s)
-        assert self._start_s is not None
-        edges = [self._start_s + bucket * self._bucket_s for bucket in range(first + 1, last + 1)]
         waiting, running, used, cached = self._sums
         own = self._used_by_replica[replica_id]
-        for bucket, (from_s, to_s) in enumerate(pairwise([start_s, *edges, end_s]), first):
+        spans: Iterable[tuple[float, float]] = ((start_s, end_s),)
+        if first != last:
+            assert self._start_s is not None
+            edges = [self._start_s + bucket * self._bucket_s for bucket in range(first + 1, last + 1)]
+            spans = pairwise([start_s, *edges, end_s])
+        for bucket, (from_s, to_s) in enumerate(spans, first):
             length_s, middle_s = to_s - from_s, (from_s + to_s) / 2 - start_s
             waiting[bucket] += before.num_waiting * length_s
             running[bucket] += before.num_running * length_s

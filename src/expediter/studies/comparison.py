@@ -12,10 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from expediter import __version__
-from expediter.assembly.simulation import pools_of
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import NO_SLO, Slo, SloClass
-from expediter.perfmodel.hardware import gpu_named
 from expediter.sim.distribution import Distribution
 from expediter.sim.report import Curves, Report
 from expediter.sim.timeline import Timeline
@@ -134,14 +132,14 @@ class EntryFacts:
 
     Attributes:
         settings: what it has of its own beside the preset.
-        price_per_hour: of all its GPUs, in dollars; None if the GPU's is not known.
+        cost_per_hour: of all its GPUs, in dollars; None if their prices are not known.
         configuration: as in a simulation's report.
     """
 
     name: str
     settings: Mapping[str, str]
     num_gpus: int
-    price_per_hour: float | None
+    cost_per_hour: float | None
     configuration: Mapping[str, Any]
 
 
@@ -231,6 +229,7 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         cells.append(_cell(entry.name, point, reports[number * num_seeds : (number + 1) * num_seeds]))
     entries = tuple(_facts(entry, reports[number * num_seeds]) for number, entry in enumerate(spec.entries))
     per_gpu = len({facts.num_gpus for facts in entries}) > 1
+    found = findings(_outcomes(cells, points, recorded.num_requests), per_gpu=per_gpu)
     return Comparison(
         format=FORMAT,
         version=__version__,
@@ -243,20 +242,22 @@ def compare(spec: ComparisonSpec, workers: Workers, progress: Progress | None = 
         loads=tuple(points),
         seeds=spec.seeds,
         cells=tuple(cells),
-        findings=findings(_outcomes(cells, points, recorded.num_requests), per_gpu=per_gpu),
+        findings=replace(found, caveats=(*found.caveats, *_left_out(recorded))),
     )
 
 
+def _left_out(trace: TraceSummary) -> list[str]:
+    if not trace.num_defects:
+        return []
+    return [f"Rows of the trace with a defect were left out: {trace.num_defects:,} (`expediter trace` names them)."]
+
+
 def _facts(entry: Entry, report: Report) -> EntryFacts:
-    config = entry.config
-    prices = [
-        (pool.num_gpus, gpu_named(pool.gpu or config.gpu, config.prices).price_per_hour) for pool in pools_of(config)
-    ]
     return EntryFacts(
         name=entry.name,
         settings=entry.settings,
         num_gpus=report.num_gpus,
-        price_per_hour=sum(count * price for count, price in prices) if all(price for _, price in prices) else None,
+        cost_per_hour=report.cost_per_hour,
         configuration=report.configuration,
     )
 

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Final
 
 from expediter.studies.comparison import Comparison, EntryFacts
-from expediter.studies.comparison_figures import add_at_load, add_over_load, targets_in_words
+from expediter.studies.comparison_at_load import add_at_load
+from expediter.studies.comparison_over_load import add_over_load, targets_in_words
 from expediter.studies.page import Markup, Page, facts, heading, items, table, words
 from expediter.studies.words import listed, number, percent
 
@@ -173,7 +174,7 @@ def _cost_table(comparison: Comparison) -> Markup:
     )
     rows = []
     for entry in comparison.entries:
-        price = entry.price_per_hour
+        price = entry.cost_per_hour
         cost = []
         for cell in comparison.cells_of(entry.name):
             goodput = fmean(cell.goodput_rps)

@@ -283,21 +283,20 @@ def _sustained(entry: str, attainment: float, outcomes: Sequence[Outcome]) -> Su
 
 def _in_words(sustained: Sequence[Sustained]) -> Iterable[str]:
     for attainment, group in groupby(sustained, lambda one: one.attainment):
-        ranked = sorted(group, key=lambda one: (-one.offered_rps, not one.is_bound))
-        if not ranked[0].offered_rps or ranked[-1].is_bound:
-            which = "all" if ranked[-1].is_bound else "none"
-            whose = "" if len(ranked) == 1 else " with every entry" if ranked[-1].is_bound else " with any entry"
-            yield f"{percent(attainment)} of the requests meet their targets at {which} of these loads{whose}."
-            continue
-        parts = [f"{one.entry} {_rate_of(one)}" for one in ranked]
-        yield f"{percent(attainment)} of the requests meet their targets up to a rate of: {', '.join(parts)}."
-
-
-def _rate_of(one: Sustained) -> str:
-    if not one.offered_rps:
-        return "below the lowest load"
-    rate = f"{number(one.offered_rps)} requests/s"
-    return f"{rate} or more (the highest load)" if one.is_bound else rate
+        ranked = sorted(group, key=lambda one: -one.offered_rps)
+        always = [one.entry for one in ranked if one.is_bound]
+        never = [one.entry for one in ranked if not one.offered_rps]
+        rates = [
+            f"{number(one.offered_rps)} requests/s with {one.entry}"
+            for one in ranked
+            if one.entry not in always + never
+        ]
+        parts = [
+            *([f"at all of these loads with {listed(always)}"] if always else []),
+            *([f"up to {listed(rates)}"] if rates else []),
+            *([f"at none of these loads with {listed(never)}"] if never else []),
+        ]
+        yield f"{percent(attainment)} of the requests meet their targets {'; '.join(parts)}."
 
 
 # -- what limits ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 Unit = Literal["s", "share", "number"]
-_NUM_COLOURS: Final = 8
+_NUM_SERIES_COLOURS: Final = 12
+_NUM_PART_COLOURS: Final = 8
 _CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -48,6 +49,14 @@ class Series:
     name: str
     colour: str
     dash: int | None = None
+
+
+def lines(names: Sequence[str]) -> list[Series]:
+    """Return a line per name; a place among them gives the same colour in every plot."""
+    return [
+        Series(name=name, colour=f"series-{place % _NUM_SERIES_COLOURS}", dash=place)
+        for place, name in enumerate(names)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +249,7 @@ def bars(bars_: Sequence[Bar], parts: Mapping[str, str]) -> Markup:
         parts: label of each part, by name, in order.
     """
     used = [name for name in parts if any(bar.parts.get(name) for bar in bars_)]
-    colours = {name: f"var(--part-{place % _NUM_COLOURS})" for place, name in enumerate(parts)}
+    colours = {name: f"var(--part-{place % _NUM_PART_COLOURS})" for place, name in enumerate(parts)}
     longest = max((sum(bar.parts.values()) for bar in bars_), default=0.0)
     key = "".join(f'<li><i style="background:{colours[name]}"></i>{escape(parts[name])}</li>' for name in used)
     rows = []

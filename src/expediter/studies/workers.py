@@ -109,15 +109,21 @@ class Workers:
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Let Ctrl-C take effect only at the end, where the system can do that; workers started meanwhile never see it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Let Ctrl-C take effect only at the end; processes started meanwhile never see it, where a system can do that."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other has a say about signals
+    hits: list[object] = []
+    handler = signal.signal(signal.SIGINT, lambda *hit: hits.append(hit)) if is_main else None
+    # What is blocked is inherited. Blocking alone would not do: the signal may come to another thread.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, handler or signal.default_int_handler)
+    if hits:
+        raise KeyboardInterrupt
 
 
 def _num_cpus() -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from expediter.core.clock import VirtualClock
 from expediter.core.errors import InvariantError
 from expediter.core.plan import IntArray, StepPlan, StepResult
-from expediter.core.ports import ExecutorLimits, StepTimeModel
+from expediter.core.ports import ExecutorLimits, StepTimeModel, run_s
 from expediter.core.request import TokenArray
 
 _U64 = npt.NDArray[np.uint64]
@@ -99,6 +99,7 @@ class FakeExecutor:
         self._host: _U64 = _mix(np.arange(1, num_host_slots + 1, dtype=np.uint64) << np.uint64(32))
         self.broken_host_blocks: set[int] = set()
         self._computed = np.full(limits.max_num_seqs, -1, dtype=np.int64)
+        self._known: dict[int, TokenArray] = {}
         self._seeds: _U64 = np.zeros(limits.max_num_seqs, dtype=np.uint64)
         self.num_steps_executed = 0
         """Single steps run so far; a plan counts for its `num_steps`."""
@@ -115,8 +116,10 @@ class FakeExecutor:
         tokens = np.empty((plan.num_steps, len(plan.sampled)), dtype=np.int32)
         tokens[0] = self._sample(plan, self._forward(plan, plan.starts, plan.tokens))
         for step in range(1, plan.num_steps):
-            tokens[step] = self._sample(plan, self._forward(plan, plan.starts + np.int32(step), tokens[step - 1]))
-        ends = plan.starts + plan.lengths + (plan.num_steps - 1)
+            starts = plan.starts + step * plan.lengths
+            inputs = np.concatenate((tokens[step - 1], self._chunk(plan, starts)))
+            tokens[step] = self._sample(plan, self._forward(plan, starts, inputs))
+        ends = plan.starts + plan.lengths * plan.num_steps
         self._computed[plan.slots] = ends
         self._computed[plan.sample_slots] = ends[plan.sampled]
         self.num_steps_executed += plan.num_steps
@@ -139,7 +142,7 @@ class FakeExecutor:
             moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
             durations = [self._step_time.step_time_s(plan.features) + moving_s]
         else:
-            durations = self._step_time.decode_run_s(plan.features, plan.num_steps).tolist()
+            durations = run_s(self._step_time, plan.features, plan.num_steps)
         if self._clock is not None:
             for duration_s in durations:
                 self._clock.advance_to(self._clock.now() + duration_s)
@@ -150,6 +153,7 @@ class FakeExecutor:
         if not len(self._kv):
             raise InvariantError("executor is closed")
         for admission in plan.admitted:
+            self._known[admission.slot] = admission.tokens
             self._seeds[admission.slot] = (admission.state.request.sampling.seed or 0) & _MASK
             is_follower = admission.num_cached_tokens == len(admission.tokens)
             self._computed[admission.slot] = _ANYWHERE if is_follower else admission.num_cached_tokens
@@ -170,12 +174,19 @@ class FakeExecutor:
             raise InvariantError("lengths do not describe the packed tokens")
         if plan.tokens.min() < 0 or plan.tokens.max() >= limits.vocab_size:
             raise InvariantError("token out of vocabulary")
-        if (plan.starts + plan.lengths + (plan.num_steps - 1)).max() > limits.max_model_len:
+        if (plan.starts + plan.lengths * plan.num_steps).max() > limits.max_model_len:
             raise InvariantError("sequence exceeds max_model_len")
-        if plan.num_steps > 1 and not (plan.num_decodes == plan.num_seqs == len(plan.sampled)):
-            raise InvariantError("only steps in which every entry is a sampled decode can be repeated")
+        if plan.num_steps > 1 and not (plan.num_seqs - 1 <= plan.num_decodes == len(plan.sampled)):
+            raise InvariantError("only sampled decodes, and one chunk that samples nothing, can be repeated")
         if plan.sample_slots.shape != plan.sampled.shape or len(np.unique(plan.sample_slots)) != len(plan.sampled):
             raise InvariantError("a plan samples twice for one slot, or for none")
+
+    def _chunk(self, plan: StepPlan, starts: IntArray) -> TokenArray:
+        """Return the tokens of the entry that is no decode, if there is one, from `starts` on."""
+        if plan.num_decodes == plan.num_seqs:
+            return np.empty(0, np.int32)
+        start = int(starts[-1])
+        return self._known[int(plan.slots[-1])][start : start + int(plan.lengths[-1])]
 
     def _copy(self, copies: IntArray) -> None:
         sources, destinations = copies

@@ -219,8 +219,8 @@ class SchedulerDriver(SchedulerChecks):
         require(not fallen or result.failed_host_blocks != (), f"{fallen} lost their KV, though no move failed")
         for request, length in alive:
             num_known = len(request.known_tokens)
-            request.num_computed_tokens += length + num_steps - 1
-            request.num_tokens_run += length + num_steps - 1
+            request.num_computed_tokens += length * num_steps
+            request.num_tokens_run += length * num_steps
             has_caught_up = request.num_computed_tokens == num_known + num_steps - 1
             has_caught_up &= request.request_id not in fallen
             owed += [(other, len(other.output) + num_steps * has_caught_up) for other in request.members]

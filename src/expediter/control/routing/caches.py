@@ -48,6 +48,8 @@ class IndexedCaches:
 
     def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
         self._follow(fleet)
+        if not fleet.profile(replica_id).caches_prefixes:
+            return
         self.index.record(fleet.slot_of(replica_id), self._keys(query))
 
     def _keys(self, query: RouteQuery) -> list[int]:
