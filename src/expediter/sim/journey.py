@@ -70,6 +70,7 @@ class Journey:
         chosen_id: who was chosen to go on with it when it was routed.
         target_id: who is to go on with it.
         landing: blocks reserved on the target.
+        turns_back: it goes on where its KV is if the target has no room at once.
         passage: the transfer's place on the network.
         staged: what is copied ahead of a request that is about to move.
         fetch: what is being fetched for it before it can start.
@@ -91,6 +92,7 @@ class Journey:
     chosen_id: int = NOWHERE
     target_id: int = NOWHERE
     landing: Landing | None = None
+    turns_back: bool = False
     passage: Passage | None = None
     staged: Staged | None = None
     fetch: Fetch | None = None

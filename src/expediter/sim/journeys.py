@@ -79,7 +79,14 @@ class Journeys:
         self._observer = observer
         self._can_fail = can_fail
         self._transfers = Transfers(
-            loop, network, observer, config, arrive=self._go_on, recompute=self._recompute, loses=loses
+            loop,
+            network,
+            observer,
+            config,
+            arrive=self._go_on,
+            recompute=self._recompute,
+            turn_back=self._turn_back,
+            loses=loses,
         )
         self._fetches = Fetches(
             loop,
@@ -295,7 +302,7 @@ class Journeys:
             raise InvariantError(f"the KV of {journey.request_id} was not kept")
         journey.carried, journey.hold = departure.carried, departure.landing
         journey.held_by, journey.replica_id = journey.replica_id, NOWHERE
-        journey.waits_since_s, journey.num_losses = now_s, 0
+        journey.waits_since_s, journey.num_losses, journey.turns_back = now_s, 0, False
         if journey.landing is not None:
             is_layerwise = self._transfers.config.style is TransferStyle.LAYERWISE
             self._transfers.start(journey, now_s, layers_since_s=journey.prompt_began_s if is_layerwise else None)
@@ -317,13 +324,19 @@ class Journeys:
             self._reject(journey, decision, now_s)
 
     def _ask(self, journey: Journey, target_id: int, now_s: float) -> None:
-        if target_id == journey.held_by and journey.hold is not None:  # its KV is there: it goes on with it
-            hold, journey.hold, journey.held_by = journey.hold, None, NOWHERE
-            journey.replica_id, journey.hands_off = target_id, False
-            self._resume(journey, journey.request, hold, now_s)
+        if target_id == journey.held_by:
+            self._turn_back(journey, now_s)
             return
         self._transfers.ask(journey, target_id, now_s)
         self._fleet.dispatched(target_id)
+
+    def _turn_back(self, journey: Journey, now_s: float) -> None:
+        """It goes on where its KV is; nothing is sent."""
+        if journey.hold is None:
+            return  # it was lost in the same moment
+        hold, journey.hold, journey.turns_back = journey.hold, None, False
+        journey.replica_id, journey.held_by, journey.hands_off = journey.held_by, NOWHERE, False
+        self._resume(journey, journey.request, hold, now_s)
 
     def _reject(self, journey: Journey, refusal: Refusal, now_s: float) -> None:
         self._observer.record(journey.held_by, [Rejected(journey.request_id, now_s, refusal.reason, refusal.message)])
@@ -332,7 +345,7 @@ class Journeys:
     def _follow(self, journey: Journey, target_id: int, now_s: float) -> None:
         """A running request has stopped to go on elsewhere, where most of its KV is already."""
         journey.held_by, journey.replica_id, journey.waits_since_s = journey.replica_id, NOWHERE, now_s
-        journey.chosen_id = target_id
+        journey.chosen_id, journey.turns_back = target_id, True
         self._end_copy(journey, now_s)  # it is cached from here on, and what is reserved next shares it
         self._choose_target(journey, now_s)
 
