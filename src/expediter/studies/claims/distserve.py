@@ -185,8 +185,7 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
         f"target by itself, so no rate meets it; on its best number of GPUs the factor is {number(least_factor)}. "
         f"With the step times of DistServe for both, one replica on {best_n} GPUs reaches {number(same[best_n])} "
         f"with vLLM's policy and {number(tuned)} with chunks of {budget} (on {gpus} GPUs), against "
-        f"{number(long_run)}: decodes meet 0.1 s per token by far, so separating them buys little here, and the "
-        "GPU that decodes is mostly idle."
+        f"{number(long_run)}: decodes meet 0.1 s per token by far, so separating them buys little here."
     )
     return Conclusion(figures=figures, tables=(colocated_table, draws_table), why=why)
 

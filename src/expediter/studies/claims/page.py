@@ -19,9 +19,9 @@ is written by it from the results of its last full run ([claims.json](claims.jso
 $ expediter claims --quick --only vtc
 ```
 
-`--quick` runs a small version in which the figures are rough; a full run takes about ten minutes on two cores and is
+`--quick` runs a small version in which the figures are rough; a full run takes some minutes on two cores and is
 `expediter claims --json docs/claims.json --page docs/claims.md`. It is deterministic: the same version gives the same
-figures.
+figures. `mooncake` needs the conversation trace of Mooncake's FAST'25 release in the folder that `--data` names.
 
 A figure agrees when it lies within 25 % of the published range (or as said) and, for a factor, on the same side of 1.
 Parameters come from the papers, their code or their data; what is ours is said to be. No constant was chosen to meet
