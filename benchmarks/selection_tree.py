@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.report import Row, add_json_option, publish
-from expediter.assembly.presets import PRESET_NAMES
 from expediter.assembly.simulation import SimulationConfig
 from expediter.assembly.trace_generation import GenerationConfig
 from expediter.core.slo import Slo
@@ -31,6 +30,7 @@ from expediter.studies.workers import Workers
 
 MODEL = "llama-3.1-70b"
 GPUS = {"a100-80g": 2.70, "h100": 6.16}
+PRESETS = ("vllm", "sarathi", "sglang", "expediter", "distserve", "mooncake")
 MANY_RPS = 1000.0
 MOSTLY_PROMPTS = 0.3
 
@@ -52,7 +52,7 @@ WORKLOADS = {
     "conversation": Workload(
         traffic=GenerationConfig(
             shape=Sessions(turns_mean=5, pause_mean_s=30, system_tokens=256),
-            num_requests=1500,
+            num_requests=700,
             rate_rps=2.5,
             input_mean=256,
             output_mean=220,
@@ -60,13 +60,13 @@ WORKLOADS = {
         slo=Slo(ttft_s=1.0, tpot_s=0.08),
     ),
     "code": Workload(
-        traffic=GenerationConfig(num_requests=1500, rate_rps=8, cv=3, input_mean=2048, output_mean=28, output_cv=2),
+        traffic=GenerationConfig(num_requests=800, rate_rps=8, cv=3, input_mean=2048, output_mean=28, output_cv=2),
         slo=Slo(ttft_s=2.0, tpot_s=0.1),
     ),
     "long shared prefix": Workload(
         traffic=GenerationConfig(
             shape=PrefixTree(depth=2, branches=16, node_tokens=8192),
-            num_requests=1000,
+            num_requests=500,
             rate_rps=8,
             input_mean=512,
             output_mean=200,
@@ -74,17 +74,17 @@ WORKLOADS = {
         slo=Slo(ttft_s=2.0, tpot_s=0.1),
     ),
     "reasoning": Workload(
-        traffic=GenerationConfig(num_requests=600, rate_rps=2, input_mean=500, output_mean=3000, output_cv=0.7),
+        traffic=GenerationConfig(num_requests=300, rate_rps=2, input_mean=500, output_mean=3000, output_cv=0.7),
         slo=Slo(ttft_s=2.0, tpot_s=0.05),
     ),
     "batch": Workload(
-        traffic=GenerationConfig(num_requests=1500, rate_rps=10, input_mean=1500, output_mean=300),
+        traffic=GenerationConfig(num_requests=700, rate_rps=10, input_mean=1500, output_mean=300),
         slo=Slo(e2e_s=600.0),
     ),
     "agents": Workload(
         traffic=GenerationConfig(
             shape=Sessions(turns_mean=12, pause_mean_s=2, system_tokens=4096),
-            num_requests=1500,
+            num_requests=700,
             rate_rps=1.2,
             input_mean=768,
             output_mean=128,
@@ -118,10 +118,17 @@ def plan_for(workload: Workload, presets: Sequence[str], workers: Workers) -> Pl
     question = PlanConfig(
         traffic=workload.traffic,
         base=SimulationConfig(model=MODEL, slo=workload.slo, max_model_len=40_960),
-        space=SearchSpace(gpus=GPUS, tensor_parallel=(4, 8), pipeline_parallel=(1,), presets=presets, max_gpus=64),
+        space=SearchSpace(
+            gpus=GPUS,
+            tensor_parallel=(4, 8),
+            pipeline_parallel=(1,),
+            presets=presets,
+            prefill_shares=(0.25, 0.5),
+            max_gpus=64,
+        ),
         attainment=0.95,
         top=1,
-        seeds=3,
+        seeds=2,
     )
     return make_plan(question, workers)
 
@@ -146,7 +153,7 @@ def rows_of(name: str, workers: Workers) -> list[Row]:
     share = prompt_share(workload)
     named = answer_of_the_tree(workload, share)
     rows = []
-    for who, presets in (("tree", named), ("plan", PRESET_NAMES)):
+    for who, presets in (("tree", named), ("plan", PRESETS)):
         plan = plan_for(workload, presets, workers)
         choice = plan.choices[0] if plan.choices else None
         rows.append(

@@ -131,10 +131,13 @@ def test_a_first_token_that_would_be_late_is_refused_on_arrival():
 
 @pytest.mark.parametrize("early_rejection", ["none", "early", "predictive"])
 def test_slow_decodes_are_refused_before_or_after_the_prompt(early_rejection):
-    """A step is 10 ms and 1 ms per request: 100 of them on each of two replicas are too slow for 0.1 s."""
+    """A step is 10 ms and 1 ms per request: 100 of them on each of two replicas are too slow for 0.1 s.
+
+    Nothing is known of when they started, so for what is to come they count for nothing.
+    """
     hand, policy = pools(), router("mooncake", early_rejection=early_rejection)
     for replica_id in (2, 3):
-        hand.set(replica_id, num_requests=100)
+        hand.set(replica_id, num_requests=100, num_running=100)
     on_arrival = policy.route(query(asking()), hand.fleet)
     assert isinstance(on_arrival, Refusal) is (early_rejection == "early")
     assert isinstance(policy.hand_off(query(asking()), hand.fleet), Refusal)
@@ -142,15 +145,42 @@ def test_slow_decodes_are_refused_before_or_after_the_prompt(early_rejection):
 
 
 def test_predictive_rejection_looks_at_the_moment_when_the_prompt_is_done():
-    """Decodes take 10 s. 90 a replica start at 1 s: who would join them is refused, who comes after them is not."""
+    """Decodes take 10 s. 75 a replica start at 1 s: who would join them is refused, who comes after them is not."""
     policy = router("mooncake", early_rejection="predictive", decode_time_s=10.0)
-    hand = pools(max_kv_tokens=None)
-    for number in range(180):
-        assert isinstance(policy.route(query(asking(name=f"a{number}"), 0.9), hand.fleet), Placement)
-    assert isinstance(policy.route(query(asking(name="b"), 1.0), hand.fleet), Refusal)
+    hand = pools()
+    for number in range(150):
+        assert isinstance(policy.route(query(asking(name=f"a{number}."), 0.9), hand.fleet), Placement)
+    for number in range(20):
+        policy.route(query(asking(name=f"b{number}."), 1.0), hand.fleet)
+    refused = policy.route(query(asking(name="c"), 1.0), hand.fleet)
+    assert isinstance(refused, Refusal)
+    assert "when the prompt is done" in refused.message
     for prefill in (0, 1):
-        hand.set(prefill, num_pending_tokens=9000)  # its prompt is done when they have gone
-    assert isinstance(policy.route(query(asking(name="c"), 3.0), hand.fleet), Placement)
+        hand.set(prefill, num_pending_tokens=9500)  # its prompt is done when they have gone
+    assert isinstance(policy.route(query(asking(name="d"), 3.0), hand.fleet), Placement)
+
+
+def test_the_time_of_decoding_is_told_from_how_many_decode():
+    """One request starts each second and 60 decode, so each takes 60 s: in 30 s half of them will have gone."""
+    policy = router("mooncake", early_rejection="predictive")
+    hand = pools(roles=("prefill", "decode"))
+    for number in range(100):
+        assert isinstance(policy.route(query(asking(name=f"a{number}."), float(number)), hand.fleet), Placement)
+    hand.set(1, num_requests=60, num_running=60)
+    assert isinstance(policy.route(query(asking(tpot_s=0.06, name="b"), 100.0), hand.fleet), Refusal)
+    hand.set(0, num_pending_tokens=30_000)
+    assert isinstance(policy.route(query(asking(60.0, tpot_s=0.06, name="c"), 100.0), hand.fleet), Placement)
+    assert isinstance(policy.route(query(asking(60.0, tpot_s=0.04, name="d"), 100.0), hand.fleet), Refusal)
+
+
+def test_prompts_that_would_not_fit_the_decode_caches_are_refused():
+    hand = pools(max_kv_tokens=1000)
+    policy = router("mooncake", early_rejection="early")
+    for replica_id in (2, 3):
+        hand.set(replica_id, num_requests=9, num_running=9, num_context_tokens=880)
+    refused = policy.route(query(asking()), hand.fleet)
+    assert isinstance(refused, Refusal)
+    assert "93% of the KV caches" in refused.message
 
 
 def test_a_mixed_replica_goes_on_with_its_own_prompt():

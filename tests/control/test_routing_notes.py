@@ -24,7 +24,7 @@ def test_a_placement_says_what_was_compared():
 
 def test_a_hit_a_handoff_and_a_refusal_are_told():
     hand = HandFleet(0, 0, roles=("prefill", "decode"), speed=SPEED)
-    policy = make_router(RoutingConfig(name="mooncake"))
+    policy = make_router(RoutingConfig(name="mooncake", early_rejection="early"))
     first, second = requests_sharing(2, 640, 10, slo=Slo(ttft_s=2.0))
     hand.send(policy, first)
     hand.set(0, num_pending_tokens=0)

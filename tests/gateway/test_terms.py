@@ -47,6 +47,13 @@ def test_the_body_wins_over_headers_and_both_over_the_class() -> None:
     assert not made.refuse_late
 
 
+def test_a_session_comes_from_the_body_or_a_header() -> None:
+    assert terms({"X-Session-Id": " a "}).session == "a"
+    assert terms({"X-Session-Id": "a"}, prompt_cache_key="b").session == "b"
+    with pytest.raises(ApiError, match="X-Session-Id must have at most 256 characters"):
+        terms({"X-Session-Id": "x" * 257})
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -54,6 +61,7 @@ def test_the_body_wins_over_headers_and_both_over_the_class() -> None:
         ({"tpot_ms": 0}, "tpot_ms"),
         ({"deadline_ms": "soon"}, "deadline_ms"),
         ({"refuse_late": 1}, "refuse_late"),
+        *(({"prompt_cache_key": wrong}, "prompt_cache_key") for wrong in ("", "x" * 257, 3)),
         *(({"slo_class": wrong}, "slo_class") for wrong in ("gold", "", 3)),
     ],
 )

@@ -188,6 +188,15 @@ def test_a_config_with_windows_or_experts_or_a_latent_vector(folder_with):
     assert latent.kv_bytes_per_token_on_gpu(3) == latent.kv_bytes_per_token  # every GPU has the whole of it
 
 
+def test_other_names_of_the_same_things(folder_with):
+    names = {"n_embd": 64, "n_head": 4, "n_layer": 2, "hidden_size": None, "num_attention_heads": None}
+    names |= {"num_hidden_layers": None, "num_key_value_heads": None, "intermediate_size": None}
+    gpt2 = shape_named(folder_with(model_type="gpt2", architectures=["GPT2LMHeadModel"], **names))
+    assert (gpt2.hidden_size, gpt2.num_kv_heads, gpt2.intermediate_size, gpt2.gated) == (64, 4, 256, False)
+    assert shape_named(folder_with(model_type="gpt_bigcode", **names)).num_kv_heads == 1
+    assert shape_named(folder_with(model_type="gpt_bigcode", multi_query=False, **names)).num_kv_heads == 4
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"hidden_size": "large"}', '{"hidden_size": 1e999}'])
 def test_config_that_describes_no_model(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
@@ -202,6 +211,8 @@ def test_config_that_describes_no_model(tmp_path, content):
         ({"vocab_size": 3.5}, "vocab_size: must be a whole number"),
         ({"state_size": 16}, "state_size: state-space"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: encoders"),
+        ({"architectures": ["BertForMaskedLM"]}, "architectures: BertForMaskedLM does not generate"),
+        ({"block_types": ["recurrent", "attention"]}, "block_types: layers other"),
         ({"linear_num_value_heads": 32}, "linear_num_value_heads: linear attention"),
         ({"sliding_window": 8, "layer_types": ["linear_attention"]}, "layer_types: 'linear_attention' is not"),
         ({"layer_types": ["linear_attention"]}, "layer_types: 'linear_attention' is not"),

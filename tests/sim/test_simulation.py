@@ -15,7 +15,9 @@ from sim_builders import DATA, NO_DATA, ConstantTime, ContextTime, make_trace, w
 
 from expediter.assembly.simulation import SimulationConfig, build_simulation, simulate
 from expediter.control.routing.base import Placement
-from expediter.control.routing.build import ROUTINGS
+from expediter.control.routing.build import ROUTINGS, RoutingConfig
+from expediter.control.routing.parts import TokensToCompute
+from expediter.control.routing.scored import Scored
 from expediter.control.routing.simple import HandsOffToLeastLoaded
 from expediter.core.errors import ConfigurationError, InvariantError
 from expediter.core.request import CacheHint, Request
@@ -275,6 +277,30 @@ def test_routing_spreads_requests():
     for routing in ("round_robin", "least_load", "cache_aware", "predicted_ttft", "splitwise"):
         _, log = run(trace, replicas=3, routing=routing)
         assert Counter(line["replica"] for line in log if line["event"] == "routed") == {0: 2, 1: 2, 2: 2}
+
+
+@pytest.mark.parametrize("knowledge", ["dispatched", "exact"])
+def test_what_a_router_takes_to_be_cached_is_what_is_found_there(knowledge):
+    """Turns of sessions, far enough apart that all is computed in between: every expected token is a hit."""
+    turns = [(turn, session) for turn in range(4) for session in range(4)]
+    ids = [list(range(100 * session, 100 * session + 8 * (turn + 1))) for turn, session in turns]
+    rows = [(float(number), 4 * len(own), 2, own) for number, own in enumerate(ids)]
+    seen = []
+
+    class Watched(Scored):
+        def __init__(self):
+            config = RoutingConfig(prefix_knowledge=knowledge, index_block_tokens=4)
+            super().__init__(config.caches(), TokensToCompute())
+
+        def route(self, query, fleet):
+            decision = super().route(query, fleet)
+            seen.append(decision.num_cached_tokens)
+            return decision
+
+    _, log = run(make_trace(rows), replicas=2, routing=Watched, step_time=ConstantTime(0.01))
+    found = {line["request"]: line["cached_tokens"] for line in log if line["event"] == "admitted"}
+    assert [found[f"r{number:07d}"] for number in range(16)] == seen
+    assert seen[4:] == [32 * (turn + 1) for turn in range(3) for _ in range(4)]
 
 
 def test_a_routing_of_ones_own():

@@ -18,6 +18,7 @@ from expediter.assembly.presets import load_preset
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.handoff import TransferStyle, transfer_style
+from expediter.control.migration import MigrationConfig
 from expediter.control.routing.base import Router
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.routing.notes import RoutingNotes
@@ -84,6 +85,7 @@ class SimulationConfig:
         network_latency_s: of that way; None for the GPU's.
         kv_bytes_per_token: what is sent; None for the model's.
         stores: tiers of storage below the replicas' caches that keep prompts' KV.
+        migration: when running requests move to replicas with more room; None for never.
         failures: what goes wrong; replicas are numbered from 0 in the order of their pools.
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
@@ -130,6 +132,7 @@ class SimulationConfig:
     network_latency_s: float | None = None
     kv_bytes_per_token: float | None = None
     stores: tuple[StoreConfig, ...] = ()
+    migration: MigrationConfig | None = None
     failures: FailureConfig = NO_FAILURES
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
@@ -272,6 +275,7 @@ class Simulation:
             pools=self._pools(),
             transfers=None if self._journeys is None else self._journeys.totals,
             failures=None if self._failures is None else self._failures.totals,
+            num_migrations=0 if self._journeys is None else self._journeys.num_migrations,
             stores={} if self._journeys is None else self._journeys.store_totals,
         )
 
@@ -432,13 +436,22 @@ def _motion(
     if not config.failures.is_empty:
         cold_start_s = {replica_id: _cold_start_s(config, pool) for replica_id, pool in enumerate(pools)}
         failures = Failures(config.failures, loop, observers, cold_start_s)
-    is_plain = failures is None and not config.stores and not copies
+    is_plain = failures is None and config.migration is None and not config.stores and not copies
     if is_plain and all(pool.role == "mixed" for pool in pools):
         return None, None  # each request stays where it was sent
     network, transfers = _network(config, pools)
     loses = (lambda: False) if failures is None else failures.loses
     stores = _stores(config, pools, network, transfers.kv_bytes_per_token, block_size) if config.stores else None
-    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None, stores=stores)
+    journeys = Journeys(
+        loop,
+        network,
+        observers,
+        transfers,
+        loses=loses,
+        can_fail=failures is not None,
+        stores=stores,
+        migration=config.migration,
+    )
     return journeys, failures
 
 

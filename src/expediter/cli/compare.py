@@ -184,17 +184,23 @@ def _goodput_table(comparison: Comparison) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
-    table.add_column("preset", overflow="fold")
+    table.add_column("preset", overflow="fold", min_width=_name_width(comparison))
     for point in comparison.loads:
         table.add_column(f"load {point.load:g}", justify="right", no_wrap=True)
     for name in comparison.names:
         row = [Text(name)]
         for cell, verdict in zip(comparison.cells_of(name), comparison.findings.verdicts, strict=True):
             leads = verdict.runner_up is not None and name in verdict.leaders
-            text = f"{number(fmean(cell.goodput_rps))}  {percent(fmean(cell.attainment)).replace(' ', '')}"
+            share = percent(fmean(cell.attainment)).replace("over ", ">").replace("under ", "<").replace(" ", "")
+            text = f"{number(fmean(cell.goodput_rps))}  {share}"
             row.append(Text(text, style="bold" if leads else ""))
         table.add_row(*row)
     return table
+
+
+def _name_width(comparison: Comparison) -> int:
+    """Return the width below which names are not broken: a usual one's; settings may take several lines."""
+    return min(10, max(map(len, comparison.names)))
 
 
 def _latency_table(comparison: Comparison) -> Table:
@@ -207,8 +213,10 @@ def _latency_table(comparison: Comparison) -> Table:
     last = comparison.loads[-1].load
     table = Table(title=f"at load {last:g}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("preset", "TTFT p50", "p99", "TPOT p50", "p99", "prefix hits", "KV used"):
-        is_name = column == "preset"
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
+        if column == "preset":
+            table.add_column(column, overflow="fold", min_width=_name_width(comparison))
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     for cell in comparison.cells_at(last):
         latencies = (cell.ttft_s.p50, cell.ttft_s.p99, cell.tpot_s.p50, cell.tpot_s.p99)
         hits = "-" if cell.prefix_hit_rate is None else percent(cell.prefix_hit_rate)

@@ -85,11 +85,13 @@ _ALIASES: Final = {
     "num_experts_per_tok": ("experts_per_token",),
     "torch_dtype": ("dtype",),
 }
-_FOURFOLD: Final = frozenset({"bloom", "gpt2", "falcon", "mpt", "gptj", "codegen"})
+_FOURFOLD: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "falcon", "mpt", "gptj", "codegen"})
 """Families whose feed-forward block is four times as wide as the residual stream where no width is given."""
 _PLAIN: Final = _FOURFOLD | {"opt", "gpt_neox", "phi", "starcoder2", "nemotron"}
 """Families without a gate."""
-_TIED: Final = frozenset({"opt", "bloom", "gpt2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "mpt"})
+_TIED: Final = frozenset(
+    {"opt", "bloom", "gpt2", "gpt_bigcode", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "mpt"}
+)
 """Families whose output head is the embedding table where the file does not say."""
 _EXPERTS_IN_INTERMEDIATE: Final = frozenset({"mixtral", "gpt_oss", "minimax_m2", "phimoe", "olmoe", "granitemoe"})
 """Families whose `intermediate_size` is the width of an expert."""
@@ -104,8 +106,11 @@ _REFUSED: Final = {
     "layers_block_type": "layers other than attention are not modelled",
     "linear_num_value_heads": "linear attention is not modelled",
     "attention_hidden_size": "recurrent layers are not modelled",
+    "block_types": "layers other than attention are not modelled",
     "interleave_moe_layer_step": "experts in some layers of two widths are not modelled",
 }
+_GENERATES: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of architectures that generate text."""
 _DTYPES: Final = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "bf16", "half": "bf16"}
 _WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention"})
 _WHOLE: Final = "full_attention"
@@ -124,6 +129,9 @@ class _Fields:
         for field, reason in _REFUSED.items():
             if self._config.get(field):
                 raise self._error(field, reason)
+        architectures = self._outer.get("architectures")
+        if isinstance(architectures, list) and not any(str(name).endswith(_GENERATES) for name in architectures):
+            raise self._error("architectures", f"{', '.join(map(str, architectures))} does not generate text")
         family = self._config.get("model_type", "")
         hidden_size, num_layers, num_heads = (
             self._count(field) for field in ("hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -176,7 +184,7 @@ class _Fields:
         return ConfigurationError(f"{self._source} does not describe a model that can be simulated: {field}: {reason}")
 
     def _kv_heads(self, family: str, num_heads: int) -> int:
-        if family == "falcon" and not self._config.get("new_decoder_architecture"):
+        if family == "gpt_bigcode" or (family == "falcon" and not self._config.get("new_decoder_architecture")):
             return 1 if self._config.get("multi_query", True) else num_heads
         return self._count("num_key_value_heads", num_heads)
 

@@ -47,7 +47,7 @@ class RoutingConfig:
         tenant_quantum_tokens: how far a tenant's work on one replica may be ahead of the others: `predicted_ttft`.
         prefill_weight, temperature: of `dynamo`.
         fetch_ratio: Mooncake's threshold for copying a prefix: the best hit as a multiple of a replica's own.
-        early_rejection, decode_time_s: of `mooncake`.
+        early_rejection, decode_time_s: of `mooncake`; None for the time that explains how many decode now.
         lend_above_tokens, lend_above_kv: when pools lend replicas to each other: `splitwise`.
     Raises:
         ConfigurationError: there is no policy of that name (the message lists those that exist), or a number is out of
@@ -66,7 +66,7 @@ class RoutingConfig:
     temperature: float = 0.0
     fetch_ratio: float = 4.0
     early_rejection: EarlyRejection = "none"
-    decode_time_s: float = 15.0
+    decode_time_s: float | None = None
     lend_above_tokens: int = 8192
     lend_above_kv: float = 0.9
 
@@ -80,8 +80,9 @@ class RoutingConfig:
             if not least <= getattr(self, field) < math.inf:
                 raise ConfigurationError(f"{field} must be at least {least:g}, not {getattr(self, field)}")
         for field in ("tenant_quantum_tokens", "prefill_weight", "decode_time_s", "lend_above_tokens", "lend_above_kv"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ConfigurationError(f"{field} must be above 0, not {getattr(self, field)}")
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(f"{field} must be above 0, not {value}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigurationError(f"temperature must not be negative, not {self.temperature}")
         self.caches()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
+import math
+from bisect import insort
 from typing import Final, Literal, get_args
 
 import numpy as np
 
-from expediter.control.fleet import Fleet, Floats, ReplicaSnapshot, requests
+from expediter.control.fleet import Fleet, Floats, requests
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, Refusal, RouteQuery
 from expediter.control.routing.caches import CacheView
 from expediter.control.routing.scored import Least, View, shown
@@ -16,6 +17,12 @@ from expediter.core.events import RejectReason
 EarlyRejection = Literal["none", "early", "predictive"]
 """What of the decode pool is asked before a prompt is computed: nothing, how it is now, or how it will be then."""
 EARLY_REJECTIONS: Final[tuple[EarlyRejection, ...]] = get_args(EarlyRejection)
+
+_KEPT_STARTS: Final = 4096
+_MAX_STEP_SHARE: Final = 0.9
+"""Of the TPOT target, by the predicted step: contexts grow, and the last one's KV has to arrive before it goes on."""
+_MAX_KV_SHARE: Final = 0.9
+"""Of the decode replicas' KV, by prompts; the rest is for their outputs."""
 
 
 class Conductor:
@@ -26,9 +33,10 @@ class Conductor:
     is expected too late is refused on arrival. One whose decoding would be too slow is refused when its prompt is done,
     and with early rejection before anything is computed.
 
-    The decode pool as a whole is judged by the step that an average replica of it would take. Predictive rejection
-    looks at the moment when the prompt will be done: requests decode for `decode_time_s` each, those accepted earlier
-    whose prompts will be done by then are there, and those that will have decoded for that long are not.
+    The decode pool as a whole is judged by the step that an average replica of it would take, and by its memory.
+    Predictive rejection looks at the moment when the prompt will be done: all requests decode for the same time, so
+    those accepted earlier whose prompts will be done by then are there, and those that will have decoded for that long
+    are not. The time is the one that explains how many decode now, unless it is given.
 
     Requests without targets are never refused.
 
@@ -36,7 +44,7 @@ class Conductor:
         caches: what each prefill replica holds.
         theta: threshold for a copy; needs a fleet with a link.
         early_rejection: see `EarlyRejection`.
-        decode_time_s: how long a request decodes.
+        decode_time_s: how long a request decodes; None to tell it from those that do.
     Source: Mooncake (Qin et al., FAST 2025, arXiv 2407.00079): algorithm 1, and its sections on early rejection.
     """
 
@@ -46,7 +54,7 @@ class Conductor:
         *,
         theta: float = 4.0,
         early_rejection: EarlyRejection = "none",
-        decode_time_s: float = 15.0,
+        decode_time_s: float | None = None,
     ) -> None:
         self.caches = caches
         self._theta = theta
@@ -72,13 +80,16 @@ class Conductor:
         self._expected.accepted(query, query.now_s + ttft_s)
         copied = bool(reused[place] > cached[place])
         source = int(columns.slots[cached.argmax()])
-        stays = fleet.profile(replica_id).role == "mixed"
+        decode_id = decode.replica_id
+        if fleet.profile(replica_id).role == "mixed":
+            decode_id = replica_id
         return Placement(
             replica_id=replica_id,
             because=f"its first token is expected after {ttft_s:.3f} s, {reused[place]:.0f} tokens of it "
             + ("copied from another cache" if copied else "cached"),
             candidates=shown(view, costs, place),
-            decode_id=replica_id if stays else decode.replica_id,
+            # Without early rejection the decode pool is asked when the prompt is done, by `hand_off`.
+            decode_id=None if self._early_rejection == "none" and decode_id != replica_id else decode_id,
             num_cached_tokens=int(cached[place]),
             fetch_from_id=fleet.id_at(source) if copied else None,
             num_fetched_tokens=int(reused[place]) if copied else 0,
@@ -89,10 +100,13 @@ class Conductor:
         decode = fleet.least(requests, "decode")
         if decode is None:
             return NO_REPLICA
-        target_s = query.slo.tpot_s
-        step_s = _step_s(decode, query, fleet)
-        if target_s is not None and step_s > target_s:
-            return _refused(f"a decode step would take {step_s:.3f} s, the target is {target_s:g} s", ())
+        max_tokens = fleet.profile(decode.replica_id).max_kv_tokens or math.inf
+        context = decode.num_context_tokens + query.num_prompt_tokens * query.num_sequences
+        speed = fleet.profile(decode.replica_id).speed
+        step_s = speed.decode_step_s(decode.num_requests + query.num_sequences, context)
+        message = _why(step_s, context / max_tokens, query, "with it")
+        if query.slo.tpot_s is not None and message is not None:
+            return _refused(message, ())
         return Placement(
             replica_id=decode.replica_id,
             because="it has the fewest requests of those that decode",
@@ -120,46 +134,81 @@ class Conductor:
             return _refused(message, candidates)
         if self._early_rejection == "none" or slo.tpot_s is None:
             return None
-        step_s, when = self._pool_step_s(query, fleet, ttft_s)
-        if step_s > slo.tpot_s:
-            return _refused(f"a decode step takes {step_s:.3f} s {when}, the target is {slo.tpot_s:g} s", candidates)
-        return None
+        why = self._why_too_slow(query, fleet, ttft_s)
+        return None if why is None else _refused(why, candidates)
 
-    def _pool_step_s(self, query: RouteQuery, fleet: Fleet, ttft_s: float) -> tuple[float, str]:
+    def _why_too_slow(self, query: RouteQuery, fleet: Fleet, ttft_s: float) -> str | None:
+        """Return why the decode pool as a whole would miss the request's target, if it would."""
         columns = fleet.columns("decode")
         num_replicas = len(columns.slots)
+        num_now = columns.running.sum()
         if self._early_rejection == "early":
-            num, context, when = columns.requests.sum(), columns.context.sum(), "now"
+            # What was accepted and does not decode yet is not looked at: the published rule, and why it swings.
+            num, when = num_now, "now"
+            context = (columns.context * columns.running / np.maximum(columns.requests, 1)).sum()
         else:
-            num, context = self._expected.at(query.now_s + ttft_s, query.now_s)
+            num_prefilling = fleet.num_requests("prefill")
+            # Decode replicas may count who has room reserved there while its prompt is computed.
+            num_now = max(num_now, columns.requests.sum() - num_prefilling)
+            num, context = self._expected.at(query.now_s + ttft_s, query.now_s, num_prefilling, num_now)
             when = "when the prompt is done"
         num, context = num + query.num_sequences, context + query.num_prompt_tokens
         step_s = columns.step_s + num / num_replicas * columns.decode_s + context / num_replicas * columns.context_s
-        return float(step_s.mean()), when
+        return _why(float(step_s.mean()), context / columns.max_kv.sum(), query, when)
 
 
 class _ExpectedDecodes:
-    """Requests by when they start to decode, each for an equal time."""
+    """Accepted requests by when they start to decode, each for an equal time.
 
-    def __init__(self, decode_time_s: float) -> None:
+    Args:
+        decode_time_s: that time; None for the one that explains how many decode now.
+    """
+
+    def __init__(self, decode_time_s: float | None) -> None:
         self._decode_time_s = decode_time_s
         self._starts: list[tuple[float, int, int]] = []
 
     def accepted(self, query: RouteQuery, start_s: float) -> None:
-        heapq.heappush(self._starts, (start_s, query.num_sequences, query.num_prompt_tokens))
+        insort(self._starts, (start_s, query.num_sequences, query.num_prompt_tokens))
 
-    def at(self, then_s: float, now_s: float) -> tuple[float, float]:
-        """Return how many requests decode at `then_s`, and the tokens of their prompts."""
-        while self._starts and self._starts[0][0] + self._decode_time_s < now_s:
-            heapq.heappop(self._starts)
-        there = [each for each in self._starts if each[0] <= then_s < each[0] + self._decode_time_s]
+    def at(self, then_s: float, now_s: float, num_prefilling: float, num_now: float) -> tuple[float, float]:
+        """Return how many requests decode at `then_s`, and the tokens of their prompts.
+
+        Args:
+            num_prefilling, num_now: whose prompts are being computed, and who decodes, at `now_s`.
+        """
+        past = self._count_back(len(self._starts), num_prefilling)
+        first = self._count_back(past, num_now)
+        if self._decode_time_s is not None:
+            first, time_s = 0, self._decode_time_s
+        elif first:
+            time_s = now_s - (self._starts[first][0] if first < past else now_s)
+        else:  # nobody has ended yet
+            time_s = math.inf
+        there = [each for each in self._starts[first:past] if then_s - time_s <= each[0] <= then_s]
+        # Who is later than expected starts any moment.
+        there += [each for each in self._starts[past:] if max(each[0], now_s) <= then_s]
+        # Who has ended for certain is never looked at again.
+        del self._starts[: max(0, first - _KEPT_STARTS)]
         return sum(num for _, num, _ in there), sum(num * tokens for _, num, tokens in there)
 
+    def _count_back(self, end: int, num_requests: float) -> int:
+        """Return where the last `num_requests` before a place in the list begin."""
+        place = end
+        while place and num_requests > 0:
+            place -= 1
+            num_requests -= self._starts[place][1]
+        return place
 
-def _step_s(replica: ReplicaSnapshot, query: RouteQuery, fleet: Fleet) -> float:
-    speed = fleet.profile(replica.replica_id).speed
-    context = replica.num_context_tokens + query.num_prompt_tokens * query.num_sequences
-    return speed.decode_step_s(replica.num_requests + query.num_sequences, context)
+
+def _why(step_s: float, kv_share: float, query: RouteQuery, when: str) -> str | None:
+    """Return why decoding would be too slow: by the length of a step, or since requests would wait for memory."""
+    target_s = query.slo.tpot_s
+    if target_s is not None and step_s > _MAX_STEP_SHARE * target_s:
+        return f"a decode step takes {step_s:.3f} s {when}, the target is {target_s:g} s"
+    if kv_share > _MAX_KV_SHARE:
+        return f"prompts fill {kv_share:.0%} of the KV caches that decode {when}"
+    return None
 
 
 def _refused(message: str, candidates: tuple[Candidate, ...]) -> Refusal:

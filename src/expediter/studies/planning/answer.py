@@ -62,12 +62,14 @@ class RuledOut:
 
     Attributes:
         num_setups: their presets and budgets.
+        impossible_share: of the requests, at least so many miss their targets in any case.
     """
 
     gpu: str
     split: str
     reason: str
     num_setups: int
+    impossible_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class Plan:
         choices: the cheapest set-ups that meet the targets, cheapest first; of equal cost, the one that bears most.
         nearest: if there are none, the set-up that came nearest, and why it fails.
         points: every set-up that was simulated on the whole trace, by cost.
-        ruled_out: set-ups that were not simulated, since no number of replicas helps them.
+        ruled_out: set-ups that were not simulated, since no number of replicas helps them; the nearest to it first.
         num_setups: that were to choose from.
         num_dropped: set-ups that a shorter trace ruled out.
         num_simulations: spent.

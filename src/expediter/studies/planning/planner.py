@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,19 +118,13 @@ class _Planner:
         )
         choices = self._choices(found)
         nearest = None if choices else self._nearest(found)
-        reasons = Counter(
-            (setup.gpu, setup.split, bound.reason) for setup, bound in bounds.items() if bound.reason is not None
-        )
         return Plan(
             model=config.base.model,
             attainment=config.attainment,
             choices=choices,
             nearest=nearest,
             points=sorted(self._points.values(), key=_by_cost),
-            ruled_out=[
-                RuledOut(gpu=gpu, split=split, reason=reason, num_setups=num)
-                for (gpu, split, reason), num in reasons.items()
-            ],
+            ruled_out=_ruled_out(bounds),
             num_setups=len(setups),
             num_dropped=found.num_dropped,
             num_simulations=self._num_done,
@@ -262,6 +255,19 @@ def _just_too_cheap(found: Search, sizes: Sequence[Size]) -> list[Size]:
         if size.cost_per_hour < below:
             dearest[size.setup.gpu] = size
     return list(dearest.values())
+
+
+def _ruled_out(bounds: Mapping[Setup, Bound]) -> list[RuledOut]:
+    out: dict[tuple[str, str, str], RuledOut] = {}
+    for setup, bound in bounds.items():
+        if bound.reason is None:
+            continue
+        key = (setup.gpu, setup.split, bound.reason)
+        num = out[key].num_setups + 1 if key in out else 1
+        gpu, split, reason = key
+        share = bound.impossible_share
+        out[key] = RuledOut(gpu=gpu, split=split, reason=reason, num_setups=num, impossible_share=share)
+    return sorted(out.values(), key=lambda kind: kind.impossible_share)
 
 
 def _least_slack(measured: Measured) -> float:
