@@ -124,7 +124,7 @@ def plan_for(workload: Workload, presets: Sequence[str], workers: Workers) -> Pl
             tensor_parallel=(4, 8),
             pipeline_parallel=(1,),
             presets=presets,
-            prefill_shares=(0.25, 0.5),
+            prefill_shares=(0.25, 0.5, 0.75),
             max_gpus=64,
         ),
         attainment=0.95,
