@@ -36,6 +36,7 @@ bench: setup  ## Benchmarks; tables on the terminal, JSON in out/
 	$(BIN)/python -m benchmarks.prefix --json out/prefix.json
 	$(BIN)/python -m benchmarks.sequences --json out/sequences.json
 	$(BIN)/python -m benchmarks.fairness --json out/fairness.json
+	$(BIN)/python -m benchmarks.simulator --sizes quick --json out/simulator.json
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -114,7 +114,7 @@ def test_blocks_that_bytes_may_still_come_to_are_nobodys_until_the_lease_ends():
     crash = Crash(replica=0, at_s=2.0, down_s=100.0)
     _, _, lines = run(failing(crash, pools=pools, transfer_lease_s=20.0), [(0.0, 40, 3)])
     handed_off = [line["t"] for line in lines if line["event"] == "handed_off"]
-    assert handed_off == [1.0, 21.0]
+    assert handed_off == [1.0, 22.0]
 
 
 def test_who_was_to_decode_is_replaced_and_the_kv_is_sent_to_another():

@@ -48,6 +48,8 @@ def run(config, rows, **trace):
         assert not scheduler.has_work
         assert scheduler.kv.num_used_blocks == 0
         assert not len(scheduler.kv.landings)
+        assert not scheduler.passage.departures  # what a handoff needed is forgotten with it
+    assert simulation._journeys is None or simulation._journeys.num_live == 0
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     return report, sorted(records, key=lambda r: (r.arrival_s, r.request_id)), lines
 

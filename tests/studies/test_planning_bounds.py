@@ -20,6 +20,7 @@ SHAPES = (
     PrefixTree(depth=2, branches=2, node_tokens=256),
     Sessions(turns_mean=3, pause_mean_s=1, system_tokens=64),
 )
+SPLIT = ("distserve", "mooncake", "splitwise")
 
 
 def traffic(**how) -> GenerationConfig:
@@ -53,9 +54,9 @@ def check(setup: Setup, asked: GenerationConfig, base: SimulationConfig, attainm
 
 @st.composite
 def setups(draw) -> Setup:
-    preset = draw(st.sampled_from(["sarathi", "sglang", "expediter", "vllm", "orca"]))
+    preset = draw(st.sampled_from(["sarathi", "sglang", "expediter", "vllm", "orca", *SPLIT]))
     tensor, pipeline = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
-    is_split = draw(st.booleans())
+    is_split = preset in SPLIT or draw(st.booleans())
     return Setup(
         gpu=draw(st.sampled_from(["a100-80g", "h100", "l40s"])),
         price_per_hour=1.0,

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from expediter.assembly.pools import PoolConfig, check_pools
+from expediter.assembly.motion import build_motion
+from expediter.assembly.pools import PoolConfig
 from expediter.assembly.presets import load_preset
+from expediter.assembly.simulation_config import DEFAULT_SLO, SimulationConfig, hardware_of, pools_of
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
-from expediter.control.handoff import TransferStyle, transfer_style
 from expediter.control.routing.base import Router
 from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.routing.notes import RoutingNotes
@@ -27,16 +28,12 @@ from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
 from expediter.core.request import Request
-from expediter.core.slo import NO_SLO, Slo, SloClass
+from expediter.core.slo import NO_SLO, SloClass
 from expediter.perfmodel.calibration import calibrated_engine
 from expediter.perfmodel.constants import engine_named
-from expediter.perfmodel.dimensions import ModelShape
-from expediter.perfmodel.hardware import Gpu, gpu_named
+from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.memory import host_tier_size, kv_capacity
-from expediter.perfmodel.parallelism import Parallelism
-from expediter.perfmodel.roofline import DEFAULT_ENGINE, RooflineModel
-from expediter.perfmodel.shapes import shape_named
-from expediter.perfmodel.transfer import STORAGE_BANDWIDTH, cold_start_s
+from expediter.perfmodel.roofline import RooflineModel
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler, limits_with_budget
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.ordering.base import Ordering
@@ -44,140 +41,28 @@ from expediter.scheduling.scheduler import Scheduler
 from expediter.sim.cluster import Cluster
 from expediter.sim.event_log import EventLog
 from expediter.sim.executor import SimulatedExecutor
-from expediter.sim.failures import NO_FAILURES, FailureConfig, Failures
+from expediter.sim.failures import NO_FAILURES, Failures
 from expediter.sim.journeys import Journeys
 from expediter.sim.loop import EventLoop
 from expediter.sim.metrics import MetricsCollector
-from expediter.sim.network import Link, Network
 from expediter.sim.observer import Explainer, Observers
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.report import DecisionReport, PoolReport, Report, build_report
-from expediter.sim.stores import StoreConfig, Stores, TierName
 from expediter.sim.timeline import TimelineRecorder
 from expediter.sim.trace import Trace, trace_summary
-from expediter.sim.transfers import TransferConfig
 
+__all__ = [
+    "DEFAULT_SLO",
+    "Simulation",
+    "SimulationConfig",
+    "build_simulation",
+    "hardware_of",
+    "pools_of",
+    "prepare_trace",
+    "simulate",
+]
 _COPYING: Final = frozenset({"mooncake"})
 """Routing policies that ask for copies of prefixes."""
-DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationConfig:
-    """What to simulate. None leaves a choice to the preset, or to the model and the GPU.
-
-    Args:
-        preset: name of a preset.
-        model: name of a shape, or a folder with a Hugging Face config.json.
-        gpu: name of a GPU, or a .toml file that describes one (`perfmodel.hardware.gpu_named`).
-        prices: own prices per hour and GPU, by the GPU's name.
-        weight_dtype, kv_dtype: of the layers' weights and of KV; None for the model's.
-        tensor_parallel: GPUs that share every layer of a replica.
-        pipeline_parallel: stages that share a replica's layers.
-        expert_parallel: groups that share the experts (`perfmodel.parallelism.Parallelism`).
-        replicas: number of them.
-        pools: what the cluster consists of, in place of `replicas` that are all alike and do everything; what a pool
-            leaves open is as said here, but for the sizes of its parallel groups.
-        transfer: when KV moves from prefill to decode replicas (`control.handoff.TransferStyle`); None: the preset's.
-        transfer_lease_s, transfer_retries: when a transfer counts as lost, and how often it is begun anew.
-        network_bandwidth: of each GPU's way to other replicas, byte/s; None for the GPU's.
-        network_latency_s: of that way; None for the GPU's.
-        kv_bytes_per_token: what is sent; None for the model's.
-        stores: tiers of storage below the replicas' caches that keep prompts' KV.
-        failures: what goes wrong; replicas are numbered from 0 in the order of their pools.
-        cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
-        slo: targets of requests that have none and name no class.
-        slo_classes: by name; requests bring the names along.
-        routing: name of a routing policy, which keeps the preset's thresholds; one with thresholds; or a class of one's
-            own with the `Router` protocol.
-        policy: names of the parts; None for the preset's.
-        ordering: name, or a class of one's own with the `Ordering` protocol; every replica gets an instance.
-        batching, memory, budget, victims, preemption_mode: names of parts.
-        knows_step_time: schedulers start from the simulation's own step-time model instead of learning from nothing.
-        max_num_seqs, max_num_batched_tokens, max_model_len: limits of each replica's scheduler; a batching that
-            computes prompts whole sets the token budget itself.
-        block_size: tokens per KV block.
-        num_blocks: KV blocks per replica; None for what the GPUs hold beside the weights.
-        swap_space_bytes: host memory per GPU for the KV of preempted requests.
-        num_host_blocks: blocks of each replica's host tier; None for what `swap_space_bytes` holds.
-        block_swap_s: time to move one block there or back; None for what the GPU's link takes.
-        prefix_caching: whether ended requests leave their KV for reuse.
-        engine: whose overhead the modelled GPUs carry, by name.
-        calibration: file of measured steps that the engine is fitted to (`perfmodel.measurements`).
-        step_time: a step-time model of one's own, such as one fitted to a live replica; with it and `num_blocks`,
-            model and GPU play no part.
-        timeline: whether the report says how the run went over time, and gives whole distributions.
-        jumps: advance runs of equal steps at once; False gives the same results, slower.
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    preset: str = "sarathi"
-    model: str = "llama-3.1-8b"
-    gpu: str = "a100-80g"
-    prices: Mapping[str, float] = field(default_factory=dict)
-    weight_dtype: str | None = None
-    kv_dtype: str | None = None
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    replicas: int = 1
-    pools: tuple[PoolConfig, ...] = ()
-    transfer: str | None = None
-    transfer_lease_s: float = 30.0
-    transfer_retries: int = 1
-    network_bandwidth: float | None = None
-    network_latency_s: float | None = None
-    kv_bytes_per_token: float | None = None
-    stores: tuple[StoreConfig, ...] = ()
-    failures: FailureConfig = NO_FAILURES
-    cold_start_s: float | None = None
-    slo: Slo = DEFAULT_SLO
-    slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    routing: str | RoutingConfig | type[Router] | None = None
-    policy: PolicyConfig | None = None
-    ordering: str | type[Ordering] | None = None
-    batching: str | None = None
-    memory: str | None = None
-    budget: str | None = None
-    victims: str | None = None
-    preemption_mode: str | None = None
-    knows_step_time: bool = True
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    swap_space_bytes: int = 0
-    num_host_blocks: int | None = None
-    block_swap_s: float | None = None
-    prefix_caching: bool | None = None
-    engine: str = DEFAULT_ENGINE
-    calibration: Path | None = None
-    step_time: StepTimeModel | None = None
-    timeline: bool = False
-    jumps: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "block_size", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
-        for name in ("swap_space_bytes", "num_host_blocks", "block_swap_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"{name} must not be negative, not {value}")
-        check_pools(self.pools)
-        self.failures.check(sum(pool.replicas for pool in self.pools) or self.replicas)
-        if self.cold_start_s is not None and not self.cold_start_s > 0:
-            raise ConfigurationError(f"cold_start_s must be above 0, not {self.cold_start_s}")
-        if self.transfer is not None:
-            transfer_style(self.transfer)
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How a replica's GPUs share the model."""
-        return Parallelism(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
 
 
 class Simulation:
@@ -272,6 +157,7 @@ class Simulation:
             pools=self._pools(),
             transfers=None if self._journeys is None else self._journeys.totals,
             failures=None if self._failures is None else self._failures.totals,
+            num_migrations=0 if self._journeys is None else self._journeys.num_migrations,
             stores={} if self._journeys is None else self._journeys.store_totals,
         )
 
@@ -363,7 +249,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     observers = Observers(metrics)
     routing = setups[0].routing
     copies = not isinstance(routing, RoutingConfig) or routing.name in _COPYING
-    journeys, failures = _motion(
+    journeys, failures = build_motion(
         config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
     )
 
@@ -413,88 +299,12 @@ def build_simulation(config: SimulationConfig) -> Simulation:
     return Simulation(config, cluster, replicas, metrics, observers, description, timeline, journeys, failures)
 
 
-def _motion(
-    config: SimulationConfig,
-    pools: Sequence[PoolConfig],
-    loop: EventLoop,
-    observers: Observers,
-    *,
-    block_size: int,
-    copies: bool,
-) -> tuple[Journeys | None, Failures | None]:
-    """Return what moves requests between replicas, and what makes them fail, where anything does.
-
-    Args:
-        pools: of each replica.
-        copies: the router may ask for copies of prefixes.
-    """
-    failures = None
-    if not config.failures.is_empty:
-        cold_start_s = {replica_id: _cold_start_s(config, pool) for replica_id, pool in enumerate(pools)}
-        failures = Failures(config.failures, loop, observers, cold_start_s)
-    is_plain = failures is None and not config.stores and not copies
-    if is_plain and all(pool.role == "mixed" for pool in pools):
-        return None, None  # each request stays where it was sent
-    network, transfers = _network(config, pools)
-    loses = (lambda: False) if failures is None else failures.loses
-    stores = _stores(config, pools, network, transfers.kv_bytes_per_token, block_size) if config.stores else None
-    journeys = Journeys(loop, network, observers, transfers, loses=loses, can_fail=failures is not None, stores=stores)
-    return journeys, failures
-
-
-def _stores(
-    config: SimulationConfig, pools: Sequence[PoolConfig], network: Network, kv_bytes_per_token: float, block_size: int
-) -> Stores:
-    if kv_bytes_per_token <= 0:
-        raise ConfigurationError("stores need to know the bytes of a token's KV: kv_bytes_per_token must be above 0")
-    local: dict[int, dict[TierName, Link]] = {}
-    for replica_id, pool in enumerate(pools):
-        links: dict[TierName, Link] = {}
-        for store in config.stores:
-            bandwidth = store.bandwidth
-            if bandwidth is None and store.tier != "remote":
-                gpu = gpu_named(pool.gpu or config.gpu, config.prices)
-                host = gpu.host_bandwidth * gpu.host_efficiency * pool.num_gpus_per_replica
-                bandwidth = host if store.tier == "host" else STORAGE_BANDWIDTH
-            if bandwidth is not None:
-                links[store.tier] = Link(bandwidth=bandwidth, latency_s=store.latency_s)
-        local[replica_id] = links
-    return Stores(config.stores, network, local, kv_bytes_per_token=kv_bytes_per_token, block_size=block_size)
-
-
 def _cost_per_hour(config: SimulationConfig) -> float | None:
     """Return dollars for all GPUs; None where a step-time model of one's own says nothing about GPUs."""
     if config.step_time is not None:
         return None
     return sum(
         pool.num_gpus * gpu_named(pool.gpu or config.gpu, config.prices).price_per_hour for pool in pools_of(config)
-    )
-
-
-def _cold_start_s(config: SimulationConfig, pool: PoolConfig) -> float:
-    if config.cold_start_s is not None:
-        return config.cold_start_s
-    shape, gpu = hardware_of(replace(config, **pool.overrides(config), pools=(), failures=NO_FAILURES))
-    return cold_start_s(shape, gpu, pool.tensor_parallel, pool.pipeline_parallel)
-
-
-def pools_of(config: SimulationConfig) -> tuple[PoolConfig, ...]:
-    """Return the pools of a simulation; without any, its replicas as the preset splits them, all of them alike."""
-    if config.pools:
-        return config.pools
-    all_mixed = PoolConfig(
-        replicas=config.replicas,
-        tensor_parallel=config.tensor_parallel,
-        pipeline_parallel=config.pipeline_parallel,
-        expert_parallel=config.expert_parallel,
-    )
-    num_prefill = load_preset(config.preset).cluster.num_prefill(config.replicas)
-    if not num_prefill:
-        return (all_mixed,)
-    num_decode = config.replicas - num_prefill
-    return (
-        replace(all_mixed, role="prefill", replicas=num_prefill),
-        replace(all_mixed, role="decode", replicas=num_decode),
     )
 
 
@@ -507,29 +317,6 @@ def _profile(config: SimulationConfig, pool: PoolConfig, setup: _Setup) -> Repli
         max_kv_tokens=setup.num_blocks * setup.block_size,
         caches_prefixes=setup.prefix_caching,
     )
-
-
-def _network(config: SimulationConfig, pools: Sequence[PoolConfig]) -> tuple[Network, TransferConfig]:
-    links: dict[int, Link] = {}
-    num_layers, kv_bytes = 1, config.kv_bytes_per_token
-    style = transfer_style(config.transfer or load_preset(config.preset).cluster.transfer)
-    if None in (config.network_bandwidth, config.network_latency_s, kv_bytes) or style is TransferStyle.LAYERWISE:
-        shape = hardware_of(config)[0]
-        num_layers, kv_bytes = shape.num_layers, shape.kv_bytes_per_token if kv_bytes is None else kv_bytes
-    for replica_id, pool in enumerate(pools):
-        bandwidth, latency_s = config.network_bandwidth, config.network_latency_s
-        if bandwidth is None or latency_s is None:
-            gpu = gpu_named(pool.gpu or config.gpu, config.prices)
-            bandwidth = gpu.network_bandwidth if bandwidth is None else bandwidth
-            latency_s = gpu.network_latency_s if latency_s is None else latency_s
-        links[replica_id] = Link(bandwidth=bandwidth * pool.num_gpus_per_replica, latency_s=latency_s)
-    transfers = TransferConfig(
-        style=style,
-        kv_bytes_per_token=kv_bytes or 0.0,
-        lease_s=config.transfer_lease_s,
-        max_retries=config.transfer_retries,
-    )
-    return Network(links, num_layers), transfers
 
 
 def _resolve(config: SimulationConfig) -> _Setup:
@@ -587,16 +374,6 @@ def _resolve(config: SimulationConfig) -> _Setup:
         block_swap_s=block_swap_s,
         step_time=step_time,
     )
-
-
-def hardware_of(config: SimulationConfig) -> tuple[ModelShape, Gpu]:
-    """Return the model and the GPU that a configuration names.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
-    shape = shape_named(config.model).with_dtypes(weights=config.weight_dtype, kv=config.kv_dtype)
-    return shape, gpu_named(config.gpu, config.prices)
 
 
 def _routing(

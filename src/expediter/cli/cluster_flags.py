@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from expediter.control.migration import MigrationConfig
     from expediter.sim.failures import FailureConfig
     from expediter.sim.report import Report
     from expediter.sim.stores import StoreConfig
@@ -35,6 +36,12 @@ def add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="TIER:gib=N[,gbs=N]",
         help="keep prompts' KV below the replicas' caches: host or disk (each replica's own) or remote (shared), of so "
         "many GiB, read at so many GB/s (default: what the hardware has); may be repeated",
+    )
+    group.add_argument(
+        "--migrate",
+        metavar="every=S[,below=N][,above=N]",
+        help="move running requests from replicas whose requests have room for fewer than below tokens each (default: "
+        "256) to those with more than above (1024); looked at every so many seconds",
     )
 
 
@@ -113,7 +120,15 @@ def cluster_fields(args: argparse.Namespace) -> dict[str, Any]:
         "pools": tuple(map(parse_pool, args.pool)),
         "transfer": args.transfer,
         "stores": tuple(map(_store, args.store)),
+        "migration": None if args.migrate is None else _migration(args.migrate),
     }
+
+
+def _migration(text: str) -> MigrationConfig:
+    from expediter.control.migration import MigrationConfig
+
+    names = {"every": "interval_s", "below": "source_below_tokens", "above": "target_above_tokens"}
+    return MigrationConfig(**_fields("--migrate", text, names, 1))
 
 
 def _store(text: str) -> StoreConfig:
@@ -154,6 +169,8 @@ def cluster_facts(report: Report) -> list[tuple[str, str]]:
         if totals.num_lost:
             text += f"; {totals.num_lost} lost, {totals.num_recomputed} computed again"
         facts.append(("transfers", text))
+    if report.num_migrations:
+        facts.append(("migrations", f"{report.num_migrations} running requests moved"))
     for tier, store in report.stores.items():
         text = f"{store.num_tokens} prompt tokens for {store.num_fetches} requests, {store.num_bytes / 1e9:.3g} GB"
         facts.append((f"from {tier}", text))

@@ -112,6 +112,12 @@ class DecodingBatch:
         """Return the row of a sequence that is in the batch."""
         return int(np.flatnonzero(self.slots[: self.size] == state.slot)[0])
 
+    def output_of(self, state: RequestState) -> list[int]:
+        """Return the output of a sequence that is in the batch, up to date."""
+        num_output = int(self.counters[self.OUTPUT, self.row_of(state)])
+        output: list[int] = self._outputs[state.slot, :num_output].tolist()
+        return output
+
     def slack_s(self, now_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Return by how long each next token is early, and each row's pace, float64, shape [size]."""
         first, pace = self._due_s[:, : self.size]

@@ -8,6 +8,7 @@ from expediter.core.errors import InvariantError
 from expediter.core.request import Carried, Request, RequestState, Status
 from expediter.kvcache.landing import Landing
 from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.queue import WaitingQueue
@@ -24,6 +25,18 @@ class Departure(NamedTuple):
     request: Request
     carried: Carried
     landing: Landing | None
+
+
+class Movable(NamedTuple):
+    """A request that decodes.
+
+    Attributes:
+        num_tokens: whose KV it has.
+    """
+
+    request_id: str
+    priority: int
+    num_tokens: int
 
 
 class Passage:
@@ -89,6 +102,32 @@ class Passage:
             now_s=now_s,
         )
 
+    # -- who might move; asked between two steps ----------------------------------------------------------------------
+
+    def movable(self) -> list[Movable]:
+        """Return the requests that decode, in the order in which they joined."""
+        decoding = self._running.decoding
+        computed = decoding.counters[DecodingBatch.COMPUTED, : decoding.size].tolist()
+        states = decoding.states[: decoding.size].tolist()
+        return [Movable(s.request_id, s.request.priority, n) for s, n in zip(states, computed, strict=True)]
+
+    def peek(self, request_id: str) -> Carried | None:
+        """Return what a request has that decodes, without taking it out; None if it does not (any more)."""
+        decoding = self._running.decoding
+        for state in decoding.states[: decoding.size].tolist():
+            if state.request_id == request_id:
+                return self.carried_of(state, decoding.output_of(state))
+        return None
+
+    def queue_demand_blocks(self, now_s: float) -> int:
+        """Return the blocks that the head of the queue asks for; 0 if nobody waits or it has them already."""
+        head = self._waiting.first(now_s)
+        if head is None or self._kv.landings.find(head.sequence) is not None:
+            return 0
+        return self._kv.blocks_for(self._memory.reserve_tokens(head))
+
+    # -- landings of who waits ----------------------------------------------------------------------------------------
+
     def let_go(self, waiting: list[RequestState], now_s: float) -> bool:
         """Give up the landing of the youngest waiting request, so that somebody can run; False if there is none.
 
@@ -117,11 +156,15 @@ class Passage:
         """Return what a request takes along; it runs no more."""
         if landing is not None:
             self._kv.landings.unassign(landing)
-        carried = Carried(
-            output=tuple(state.output),
+        return Departure(state.request, self.carried_of(state, state.output), landing)
+
+    @staticmethod
+    def carried_of(state: RequestState, output: list[int]) -> Carried:
+        """Return what a request has, with its output so far."""
+        return Carried(
+            output=tuple(output),
             first_scheduled_s=state.first_scheduled_s,
             first_token_s=state.first_token_s,
             num_cached_tokens=state.num_cached_tokens,
             num_preemptions=state.num_preemptions,
         )
-        return Departure(state.request, carried, landing)

@@ -51,6 +51,8 @@ class Scheduler:
         kv: the replica's KV blocks, with as many slots as `config.max_num_seqs`.
         policy: the parts that decide; `make_policy` makes them by name.
         knowledge: what the parts learn from; this scheduler feeds it.
+    Attributes:
+        passage: what a cluster may ask about requests that might move.
     Raises:
         ConfigurationError: the batching computes prompts whole, and the budget does not hold the longest.
     """
@@ -76,7 +78,7 @@ class Scheduler:
         self._draining = False
         self._explanations = Explanations(config.max_explanations)
         self._refused: dict[Reason, int] = {}
-        self._passage = Passage(kv, policy.rules.memory, self._running, self._waiting, knowledge)
+        self.passage = Passage(kv, policy.rules.memory, self._running, self._waiting, knowledge)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Scheduler:
         if refusal is not None:
             for request in requests:
                 self._explanations.ended(request.request_id, now_s, Reason.REJECTED, {"cause": refusal[1]})
-            self._passage.drop(leader, now_s)
+            self.passage.drop(leader, now_s)
             return [Rejected(request.request_id, now_s, *refusal) for request in requests]
         self._next_sequence += len(requests)
         self._requests.update((state.request_id, state) for state in leader.members)
@@ -213,7 +215,7 @@ class Scheduler:
             successor = state.fall_out()
             if successor is None:
                 self.kv.host.drop(state.sequence)
-                self._passage.drop(state, now_s)
+                self.passage.drop(state, now_s)
             else:
                 self.kv.host.hand_over(state.sequence, successor.sequence)
                 self.kv.landings.hand_over(state.sequence, successor.sequence)
@@ -240,9 +242,9 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantError(f"blocks are reserved while step {self._in_flight.plan.step_id} is in flight")
-        state = self._passage.state_of(request, carried, self._next_sequence)
+        state = self.passage.state_of(request, carried, self._next_sequence)
         is_short = bool(self._refused.get(Reason.NO_BLOCKS))
-        return self._passage.reserve(state, num_tokens, now_s, is_short=is_short)
+        return self.passage.reserve(state, num_tokens, now_s, is_short=is_short)
 
     def land(self, landing: Landing, now_s: float) -> bool:
         """Record that the KV of a landing is here; False if it does not wait for any (any more)."""
@@ -287,7 +289,7 @@ class Scheduler:
             InvariantError: a live request has the same id, or it has all of its output.
         """
         check_group((request,), self._requests)
-        state = self._passage.state_of(request, carried, self._next_sequence)
+        state = self.passage.state_of(request, carried, self._next_sequence)
         state.is_kept = keep
         if landing is not None:
             self.kv.landings.assign(landing, state.sequence)
@@ -319,13 +321,13 @@ class Scheduler:
             self._waiting.remove(leader)
             self.kv.host.drop(leader.sequence)
             if not leader.is_kept:
-                self._passage.drop(leader, now_s)
+                self.passage.drop(leader, now_s)
         for member in members:
             member.move(Status.FINISHED)
             del self._requests[member.request_id]
             self._explanations.ended(member.request_id, now_s, Reason.ENDED, {"cause": "moved"})
         self._queue_is_stuck = False
-        return tuple(self._passage.departure_of(m, self.kv.landings.find(m.sequence)) for m in members)
+        return tuple(self.passage.departure_of(m, self.kv.landings.find(m.sequence)) for m in members)
 
     def evacuate(self, now_s: float) -> list[tuple[Departure, ...]]:
         """Take every request out, group by group: the replica is lost, the step in flight with it."""
@@ -338,7 +340,7 @@ class Scheduler:
 
         Who collects it releases its landing, when the KV has been sent or will not be.
         """
-        return self._passage.departures.pop(request_id, None)
+        return self.passage.departures.pop(request_id, None)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are here run to their end."""
@@ -349,7 +351,7 @@ class Scheduler:
         state.finish_reason = reason
         del self._requests[state.request_id]
         if state.is_kept:
-            self._passage.note(state)
+            self.passage.note(state)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.knowledge.lengths.observe(state.request, len(state.output))
         self._queue_is_stuck = False
@@ -407,7 +409,7 @@ class Scheduler:
         """Nobody can run: make room by giving a landing up, if one waits."""
         self._queue_is_stuck = False
         waiting = [state for state in self._requests.values() if state.status is not Status.RUNNING]
-        return self._passage.let_go(waiting, now_s)
+        return self.passage.let_go(waiting, now_s)
 
     def _judge_late(self, now_s: float) -> list[Event]:
         """Refuse who cannot be in time any more and asked for that; the others stay, and are told why they wait."""
@@ -427,7 +429,7 @@ class Scheduler:
     def _refuse_late(self, state: RequestState, now_s: float) -> list[Event]:
         message = "the request cannot meet its targets any more, and it asked to be refused then"
         self._waiting.remove(state)
-        self._passage.drop(state, now_s)
+        self.passage.drop(state, now_s)
         for member in state.members:
             member.move(Status.FINISHED)
             del self._requests[member.request_id]

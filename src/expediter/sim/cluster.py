@@ -74,6 +74,8 @@ class Cluster:
         self._pending = iter(groups)
         self._progress = progress
         self._expect_next()
+        if self._journeys is not None:
+            self._journeys.begin()
         if self._failures is not None and self._journeys is not None:
             self._failures.begin(self._replicas, self._journeys, lambda: self._next is not None)
         self._loop.run()

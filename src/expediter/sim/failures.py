@@ -152,6 +152,7 @@ class Failures:
         self._loss_rng = np.random.default_rng((config.seed, 0))
         self._rngs = {replica: np.random.default_rng((config.seed, 1, replica)) for replica in cold_start_s}
         self._down_since_s: dict[int, float] = {}
+        self._outages: list[tuple[float, float]] = []
         self._num_slow: dict[int, int] = dict.fromkeys(cold_start_s, 0)
 
     def loses(self) -> bool:
@@ -212,9 +213,8 @@ class Failures:
         self._at(until_s, replica, partial(self._return, replica))
 
     def _return(self, replica: int, now_s: float) -> None:
-        since_s = self._down_since_s.pop(replica)
+        self._outages.append((self._down_since_s.pop(replica), now_s))
         if self._matters:
-            self.totals.down_s += now_s - since_s
             self._observer.record(replica, [ReplicaUp(now_s)])
         self._journeys.take_back(replica, now_s)
 
@@ -232,7 +232,6 @@ class Failures:
             self._replicas[replica].slow_down(1.0, now_s)
 
     def finish(self, end_s: float) -> None:
-        """Count the time of who is still down when the last request has ended."""
-        for since_s in self._down_since_s.values():
-            self.totals.down_s += max(0.0, end_s - since_s)
-        self._down_since_s.clear()
+        """Count the time that replicas were down until the last event of a request."""
+        outages = [*self._outages, *((since_s, end_s) for since_s in self._down_since_s.values())]
+        self.totals.down_s = sum(max(0.0, min(until_s, end_s) - since_s) for since_s, until_s in outages)

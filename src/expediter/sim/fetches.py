@@ -25,6 +25,7 @@ class Fetches:
         compute: called for such a request.
         stores: tiers of storage, if there are any.
         lease_s: for how long bytes may come from a source that is gone.
+        room_changed: told of replicas where blocks may have become free.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Fetches:
         stores: Stores | None,
         kv_bytes_per_token: float,
         lease_s: float,
+        room_changed: Callable[[int, float], None],
     ) -> None:
         self.stores = stores
         self._loop = loop
@@ -45,6 +47,7 @@ class Fetches:
         self._compute = compute
         self._kv_bytes_per_token = kv_bytes_per_token
         self._lease_s = lease_s
+        self._room_changed = room_changed
         self._replicas: Mapping[int, SimulatedReplica] = {}
 
     def enter(self, replicas: Mapping[int, SimulatedReplica], fleet: Fleet) -> None:
@@ -89,7 +92,7 @@ class Fetches:
         landings.complete(hold, now_s)
         if fetch.is_off:
             scheduler.release(hold, now_s)
-            return
+            return  # it was cached, so nobody finds more room than before
         fetch.hold = hold
         if fetch.landing is not None:
             self._start(journey, fetch, now_s)
@@ -121,7 +124,6 @@ class Fetches:
             fetch.passage = self.stores.read(fetch.tier, replica.replica_id, num_tokens, now_s)
         else:
             fetch.passage = self._network.send(fetch.source_id, replica.replica_id, num_bytes, now_s)
-        fetch.sent_s = now_s
         come = partial(self._come, journey, fetch, num_tokens, num_bytes)
         fetch.ticket = self._loop.schedule(fetch.passage.end_s, EventKind.TRANSFER, journey.number, come)
 
@@ -145,6 +147,7 @@ class Fetches:
         if hold is not None:
             source = self._replicas[fetch.source_id]
             source.post(lambda now_s: source.scheduler.release(hold, now_s), now_s)
+            self._room_changed(source.replica_id, now_s)
 
     def cancel(self, journey: Journey, now_s: float) -> None:
         """End the fetch of a request whose replica is gone, with what was reserved there."""
@@ -162,17 +165,18 @@ class Fetches:
         self._stop(fetch, now_s)
         replica, landing = self._replicas[journey.replica_id], fetch.landing
         if landing is not None:
-            until_s = fetch.sent_s + self._lease_s if was_sent else None
+            until_s = now_s + self._lease_s if was_sent else None
             replica.post(lambda now_s: replica.scheduler.release(landing, now_s, writes_until_s=until_s), now_s)
+            self._room_changed(replica.replica_id, now_s)
             if until_s is not None:
                 end = partial(self._end_quarantine, replica, replica.incarnation)
                 self._loop.schedule(until_s, EventKind.TRANSFER, journey.number, end)
         self._compute(journey, fetch, now_s)
 
-    @staticmethod
-    def _end_quarantine(replica: SimulatedReplica, incarnation: int, now_s: float) -> None:
+    def _end_quarantine(self, replica: SimulatedReplica, incarnation: int, now_s: float) -> None:
         if replica.incarnation == incarnation:
             replica.post(replica.scheduler.end_quarantine, now_s)
+            self._room_changed(replica.replica_id, now_s)
 
     def _stop(self, fetch: Fetch, now_s: float) -> None:
         fetch.is_off = True

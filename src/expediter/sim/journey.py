@@ -37,8 +37,23 @@ class Fetch:
     landing: Landing | None = None
     passage: Passage | None = None
     ticket: int = -1
-    sent_s: float = 0.0
     is_off: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """KV of a running request that is copied ahead of it.
+
+    Attributes:
+        landing: where it goes, on the target.
+        ticket: of its end; -1 once it has come.
+    """
+
+    source_id: int
+    target_id: int
+    landing: Landing | None = None
+    passage: Passage | None = None
+    ticket: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +70,9 @@ class Journey:
         chosen_id: who was chosen to go on with it when it was routed.
         target_id: who is to go on with it.
         landing: blocks reserved on the target.
+        turns_back: it goes on where its KV is if the target has no room at once.
         passage: the transfer's place on the network.
+        staged: what is copied ahead of a request that is about to move.
         fetch: what is being fetched for it before it can start.
         ticket: of the transfer's end, or of the end of a lease; -1 while there is none.
         prompt_began_s: when its prompt began to be computed.
@@ -75,7 +92,9 @@ class Journey:
     chosen_id: int = NOWHERE
     target_id: int = NOWHERE
     landing: Landing | None = None
+    turns_back: bool = False
     passage: Passage | None = None
+    staged: Staged | None = None
     fetch: Fetch | None = None
     ticket: int = -1
     prompt_began_s: float = 0.0

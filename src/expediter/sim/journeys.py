@@ -16,6 +16,7 @@ import numpy as np
 
 from expediter.control.fleet import Fleet
 from expediter.control.handoff import TransferStyle, has_second_leg, prompt_leg
+from expediter.control.migration import MigrationConfig
 from expediter.control.routing.base import NO_REPLICA, Decision, Placement, Refusal, RouteQuery, Router
 from expediter.control.routing.simple import LeastLoad
 from expediter.core.errors import InvariantError
@@ -39,6 +40,7 @@ from expediter.kvcache.landing import Landing
 from expediter.sim.fetches import Fetches
 from expediter.sim.journey import NOWHERE, Fetch, Journey
 from expediter.sim.loop import EventLoop
+from expediter.sim.migrations import Migrations
 from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
@@ -55,6 +57,7 @@ class Journeys:
         loses: whether the next transfer is lost; asked once for each, in order.
         can_fail: replicas may go and come back: requests that find none wait, without a bound, until one is up.
         stores: tiers of storage that prompts can be fetched from, if there are any.
+        migration: when running requests move; None for never.
     Attributes:
         link: what a router may take a copy of KV between two replicas to cost.
     """
@@ -69,12 +72,21 @@ class Journeys:
         loses: Callable[[], bool],
         can_fail: bool,
         stores: Stores | None = None,
+        migration: MigrationConfig | None = None,
     ) -> None:
+        self._live: dict[str, Journey] = {}
         self._loop = loop
         self._observer = observer
         self._can_fail = can_fail
         self._transfers = Transfers(
-            loop, network, observer, config, arrive=self._go_on, recompute=self._recompute, loses=loses
+            loop,
+            network,
+            observer,
+            config,
+            arrive=self._go_on,
+            recompute=self._recompute,
+            turn_back=self._turn_back,
+            loses=loses,
         )
         self._fetches = Fetches(
             loop,
@@ -84,11 +96,23 @@ class Journeys:
             stores=stores,
             kv_bytes_per_token=config.kv_bytes_per_token,
             lease_s=config.lease_s,
+            room_changed=self._transfers.room_changed,
         )
+        self._migrations = None
+        if migration is not None:
+            self._migrations = Migrations(
+                migration,
+                loop,
+                network,
+                kv_bytes_per_token=config.kv_bytes_per_token,
+                lease_s=config.lease_s,
+                follow=self._follow,
+                find=self._live.get,
+                room_changed=self._transfers.room_changed,
+            )
         self._stores = stores
         self.link = network.mean_link(config.kv_bytes_per_token)
         self._fallback = LeastLoad()
-        self._live: dict[str, Journey] = {}
         self._parked: list[list[Journey]] = []
         self._stranded: list[Journey] = []
         self._replicas: Mapping[int, SimulatedReplica] = {}
@@ -102,6 +126,13 @@ class Journeys:
             self._seconds = [replica for replica in replicas.values() if replica.role != "prefill"]
         self._transfers.enter(replicas)
         self._fetches.enter(replicas, fleet)
+        if self._migrations is not None:
+            self._migrations.enter(replicas, fleet)
+
+    def begin(self) -> None:
+        """Begin what goes on beside the requests."""
+        if self._migrations is not None:
+            self._migrations.begin()
 
     @property
     def totals(self) -> TransferTotals:
@@ -112,6 +143,11 @@ class Journeys:
     def store_totals(self) -> Mapping[TierName, StoreTotals]:
         """What each tier of storage was good for."""
         return {} if self._stores is None else self._stores.totals
+
+    @property
+    def num_migrations(self) -> int:
+        """Running requests that moved."""
+        return 0 if self._migrations is None else self._migrations.num_moved
 
     @property
     def num_live(self) -> int:
@@ -249,6 +285,7 @@ class Journeys:
     def _end(self, journey: Journey, now_s: float) -> None:
         """Let go of what a request has elsewhere when it ends."""
         del self._live[journey.request_id]
+        self._end_copy(journey, now_s)
         if journey.replica_id != NOWHERE:
             departure = self._replicas[journey.replica_id].scheduler.collect(journey.request_id)
             if departure is not None:  # it was to be handed off, and a stop token ended it
@@ -265,7 +302,7 @@ class Journeys:
             raise InvariantError(f"the KV of {journey.request_id} was not kept")
         journey.carried, journey.hold = departure.carried, departure.landing
         journey.held_by, journey.replica_id = journey.replica_id, NOWHERE
-        journey.waits_since_s, journey.num_losses = now_s, 0
+        journey.waits_since_s, journey.num_losses, journey.turns_back = now_s, 0, False
         if journey.landing is not None:
             is_layerwise = self._transfers.config.style is TransferStyle.LAYERWISE
             self._transfers.start(journey, now_s, layers_since_s=journey.prompt_began_s if is_layerwise else None)
@@ -287,12 +324,35 @@ class Journeys:
             self._reject(journey, decision, now_s)
 
     def _ask(self, journey: Journey, target_id: int, now_s: float) -> None:
+        if target_id == journey.held_by:
+            self._turn_back(journey, now_s)
+            return
         self._transfers.ask(journey, target_id, now_s)
         self._fleet.dispatched(target_id)
+
+    def _turn_back(self, journey: Journey, now_s: float) -> None:
+        """It goes on where its KV is; nothing is sent."""
+        if journey.hold is None:
+            return  # it was lost in the same moment
+        hold, journey.hold, journey.turns_back = journey.hold, None, False
+        journey.replica_id, journey.held_by, journey.hands_off = journey.held_by, NOWHERE, False
+        self._resume(journey, journey.request, hold, now_s)
 
     def _reject(self, journey: Journey, refusal: Refusal, now_s: float) -> None:
         self._observer.record(journey.held_by, [Rejected(journey.request_id, now_s, refusal.reason, refusal.message)])
         self._end(journey, now_s)
+
+    def _follow(self, journey: Journey, target_id: int, now_s: float) -> None:
+        """A running request has stopped to go on elsewhere, where most of its KV is already."""
+        journey.held_by, journey.replica_id, journey.waits_since_s = journey.replica_id, NOWHERE, now_s
+        journey.chosen_id, journey.turns_back = target_id, True
+        self._end_copy(journey, now_s)  # it is cached from here on, and what is reserved next shares it
+        self._choose_target(journey, now_s)
+
+    def _end_copy(self, journey: Journey, now_s: float, *, lost_id: int | None = None) -> None:
+        """What was copied ahead of a request has served, or serves nobody."""
+        if self._migrations is not None and journey.staged is not None:
+            self._migrations.end(journey, now_s, lost_id=lost_id)
 
     def _go_on(self, journey: Journey, landing: Landing, now_s: float) -> None:
         """The KV is on the target: the request goes on there after the step in progress."""
@@ -323,6 +383,8 @@ class Journeys:
                 groups[journey.request_id] = group
         num_hit = 0
         for journey in sorted(self._live.values(), key=lambda journey: journey.number):
+            if journey.staged is not None and replica_id in (journey.staged.source_id, journey.staged.target_id):
+                self._end_copy(journey, now_s, lost_id=replica_id)
             if journey.target_id == replica_id:
                 self._transfers.target_lost(journey, now_s)
                 if journey.hold is not None and journey.held_by != replica_id:

@@ -53,6 +53,11 @@ class EventLoop:
         heapq.heappush(self._heap, (time_s, kind, sequence, ticket))
         return ticket
 
+    @property
+    def num_scheduled(self) -> int:
+        """Events that have not run yet."""
+        return len(self._actions)
+
     def cancel(self, ticket: int) -> None:
         """Take an event back that has not run yet."""
         del self._actions[ticket]

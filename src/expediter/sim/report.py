@@ -143,6 +143,7 @@ class Report:
         pools: the replicas, pool by pool.
         transfers: of KV between replicas, if there could be any.
         failures: what went wrong, if anything could.
+        num_migrations: running requests that moved to a replica with more room.
         stores: what tiers of storage were good for, by name, if there are any.
         timeline, curves: how it went over time, and whole distributions; if they were asked for.
     """
@@ -177,6 +178,7 @@ class Report:
     pools: Sequence[PoolReport]
     transfers: TransferTotals | None
     failures: FailureTotals | None
+    num_migrations: int
     stores: Mapping[str, StoreTotals]
     timeline: Timeline | None
     curves: Curves | None
@@ -201,6 +203,7 @@ def build_report(
     pools: Sequence[PoolReport] = (),
     transfers: TransferTotals | None = None,
     failures: FailureTotals | None = None,
+    num_migrations: int = 0,
     stores: Mapping[str, StoreTotals] | Mapping[TierName, StoreTotals] = NO_STORES,
 ) -> Report:
     """Return the report on a simulation that has ended; with timeline and curves if there is a `timeline`.
@@ -247,6 +250,7 @@ def build_report(
         pools=pools,
         transfers=transfers,
         failures=failures,
+        num_migrations=num_migrations,
         stores={str(tier): totals for tier, totals in stores.items()},
         timeline=None if timeline is None else timeline.finish(metrics.last_event_s),
         curves=None if timeline is None else _curves(total),

@@ -10,7 +10,7 @@ from functools import partial
 from expediter.control.handoff import TransferStyle
 from expediter.core.errors import ConfigurationError
 from expediter.core.events import HandedOff, TransferLost, Transferred
-from expediter.kvcache.landing import Landing
+from expediter.kvcache.landing import Landing, LandingStatus
 from expediter.sim.journey import NOWHERE, Journey
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.network import Network
@@ -25,8 +25,8 @@ class TransferConfig:
     Args:
         style: when it does.
         kv_bytes_per_token: of the model.
-        lease_s: a transfer that has not come so long after it began is given up as lost, and its blocks can be used
-            again; blocks that were reserved ahead of it are given back after as long.
+        lease_s: renewed as long as bytes come. A transfer of which nothing comes for so long is given up as lost, and
+            its blocks can be used again; blocks that were reserved ahead of it are given back after as long.
         max_retries: how often a lost transfer is begun anew before the target computes the prompt itself.
     Raises:
         ConfigurationError: a figure is out of range.
@@ -77,6 +77,7 @@ class Transfers:
     Args:
         arrive: called when a journey's KV is on its target, which has the blocks: it goes on there.
         recompute: called when it is not, once too often: it goes on there all the same.
+        turn_back: called when it goes on where its KV is.
         loses: whether the next transfer is lost; asked once for each, in order.
     Attributes:
         totals: what the transfers came to.
@@ -91,6 +92,7 @@ class Transfers:
         *,
         arrive: Callable[[Journey, Landing, float], None],
         recompute: Callable[[Journey, float], None],
+        turn_back: Callable[[Journey, float], None],
         loses: Callable[[], bool],
     ) -> None:
         self.totals = TransferTotals()
@@ -100,6 +102,7 @@ class Transfers:
         self._observer = observer
         self._arrive = arrive
         self._recompute = recompute
+        self._turn_back = turn_back
         self._loses = loses
         self._sites: dict[int, _Site] = {}
 
@@ -132,6 +135,7 @@ class Transfers:
             journey = site.inbound[0]
             landing = site.replica.scheduler.reserve(journey.request, journey.carried, journey.num_kv_tokens, now_s)
             if landing is None:
+                self._break_circle(site, now_s)
                 return
             site.inbound.popleft()
             journey.landing = landing
@@ -140,6 +144,23 @@ class Transfers:
             else:
                 over = partial(self._reservation_over, journey)
                 self._schedule(journey, now_s + self.config.lease_s, over)
+
+    def _break_circle(self, site: _Site, now_s: float) -> None:
+        """Let a request go on where its KV is, if there is no room and waiting for it may be in vain.
+
+        A running request that was to move does not wait. And where nothing runs and nothing comes, it is KV that waits
+        to be sent which fills the replica, perhaps to one that is full for the same reason: both would wait for ever.
+        """
+        landings = site.replica.scheduler.kv.landings
+        comes = any(landing.status is not LandingStatus.LANDED or landing.owner >= 0 for landing in landings)
+        is_stuck = site.replica.scheduler.num_running == 0 and len(landings) > 0 and not comes
+        held = (each for each in site.inbound if each.hold is not None)
+        journey = next((each for each in held if each.turns_back or is_stuck), None)
+        if journey is not None:
+            site.inbound.remove(journey)
+            site.replica.forget(journey.request_id)
+            journey.target_id = NOWHERE
+            self._loop.schedule(now_s, EventKind.CONTROL, journey.number, partial(self._turn_back, journey))
 
     def _reservation_over(self, journey: Journey, now_s: float) -> None:
         """The prompt was not done in time, and others need the room. It asks again when it is."""
@@ -254,7 +275,7 @@ class Transfers:
         """Who held a journey's KV is gone; bytes under way may still come."""
         is_under_way = journey.landing is not None
         journey.hold, journey.held_by = None, NOWHERE
-        until_s = journey.sent_s + self.config.lease_s if is_under_way else None
+        until_s = now_s + self.config.lease_s if is_under_way else None
         self.leave_target(journey, now_s, writes_until_s=until_s)
 
     def target_lost(self, journey: Journey, now_s: float) -> None:
