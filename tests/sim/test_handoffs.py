@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,6 +71,19 @@ def test_transfers_take_what_the_formulas_say(style, num_layers, exposed_s):
     assert [line["event"] for line in lines] == [
         *("queued", "routed", "admitted", "first_token", "handed_off", "transferred", "admitted", "finished")
     ]
+
+
+def test_an_explanation_tells_of_every_leg():
+    simulation = build_simulation(small())
+    simulation.run(make_trace([(0.0, 40, 3)]), explain=["r0000000"])
+    words = [span.in_words() for span in simulation.explanations["r0000000"]]
+    assert words[0].startswith("sent to replica 0")
+    assert words[-5].startswith("sent to replica 1: it goes on there, with the KV of 40 tokens")
+    assert words[-2:] == ["runs, yielding a token per step", "ended: length after 3 tokens"]
+    assert "goes on with the KV of 40 tokens that came along" in words
+    spans = simulation.explanations["r0000000"]
+    assert all(a.to_s == b.from_s for a, b in pairwise(spans))
+    assert spans[-5].to_s - spans[-5].from_s == pytest.approx(3.2)
 
 
 def test_a_layerwise_transfer_that_the_prompt_covers_exposes_one_layer():

@@ -76,7 +76,8 @@ class Admitted:
         num_known_tokens: what has to be computed in all.
         num_cached_tokens: of them, reused from the prefix cache; for a follower all of them: its leader computes them.
         held_s: how long it waited since it was queued or preempted, in seconds by what held it (`Reason` values).
-        num_restored_tokens: known tokens brought back from the host, behind the cached ones.
+        num_restored_tokens: known tokens brought back from the host, or whose KV came from elsewhere, behind the cached
+            ones.
     """
 
     request_id: str

@@ -159,6 +159,8 @@ def _prefilling(details: Mapping[str, Detail]) -> str:
     told = (
         f"runs, computing {_count(details, 'new_tokens')}; {details['cached_tokens']} more came from the prefix cache"
     )
+    if details.get("landed_tokens"):
+        told = f"goes on with the KV of {_count(details, 'landed_tokens')} that came along"
     if details.get("restored_tokens"):
         told = f"{told}, {details['restored_tokens']} from the host"
     if details.get("resumed"):

@@ -218,7 +218,7 @@ class Draft:
         if landed is not None and not state.output:
             num_cached = num_computed  # fetched for it, so it is reuse
         rules.ordering.admitted(state, state.num_known_tokens - num_computed, self.running.decode_clock)
-        self._announce(state, num_cached, num_computed - num_cached)
+        self._announce(state, num_cached, num_computed - num_cached, came_along=landed is not None)
         for follower in state.followers:
             self._announce(follower, follower.num_known_tokens)
         if landed is not None and self.running.is_decoding(state):
@@ -243,7 +243,9 @@ class Draft:
         for member in state.members:
             self._explanations.held(member.request_id, self.now_s, reason, dict(needs) if has_slots else {})
 
-    def _announce(self, state: RequestState, num_cached_tokens: int, num_restored: int = 0) -> None:
+    def _announce(
+        self, state: RequestState, num_cached_tokens: int, num_restored: int = 0, *, came_along: bool = False
+    ) -> None:
         resumed = state.status is Status.PREEMPTED
         num_computed = num_cached_tokens + num_restored
         state.move(Status.RUNNING)
@@ -254,8 +256,8 @@ class Draft:
         self.admitted.append(Admission(state.slot, state, known, num_computed))
         details: dict[str, Detail] = {"new_tokens": len(known) - num_computed, "cached_tokens": num_cached_tokens}
         if num_restored:
-            details["restored_tokens"] = num_restored
-        if resumed:
+            details["landed_tokens" if came_along else "restored_tokens"] = num_restored
+        if resumed and not came_along:
             details["resumed"] = True
         if self._waiting.is_over_age(state, self.now_s):
             details["over_age"] = True

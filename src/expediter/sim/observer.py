@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from expediter.control.routing.base import Decision, Refusal
 from expediter.control.routing.notes import RoutingNotes, span_of
-from expediter.core.events import ClusterEvent, Event, Finished, Rejected
-from expediter.core.explanation import Span
+from expediter.core.events import ClusterEvent, Event, Finished, HandedOff, Rejected, Routed
+from expediter.core.explanation import Reason, Span
 from expediter.core.request import Request
 
 
@@ -80,6 +81,7 @@ class Explainer:
     ) -> None:
         self.spans: dict[str, tuple[Span, ...]] = {}
         self._wanted = frozenset(request_ids)
+        self._legs: dict[str, list[Span]] = {}
         self._ask = ask
         self._notes = notes
 
@@ -93,8 +95,31 @@ class Explainer:
 
     def record(self, replica_id: int, events: Sequence[Event | ClusterEvent]) -> None:
         for event in events:
-            if isinstance(event, Finished | Rejected) and event.request_id in self._wanted:
-                spans = self._ask(replica_id, event.request_id, event.now_s)
-                if spans is not None:
-                    notes = self._notes
-                    self.spans[event.request_id] = spans if notes is None else notes.before(event.request_id, spans)
+            match event:
+                case HandedOff() if event.request_id in self._wanted:
+                    leg = self._ask(replica_id, event.request_id, event.now_s) or ()
+                    because = f"it goes on there, with the KV of {event.num_tokens} tokens"
+                    self._move(event.request_id, leg[:-1], event.target_id, because, event.now_s)
+                case Routed() if event.request_id in self._wanted:
+                    self._move(event.request_id, (), replica_id, "no other replica has it any more", event.now_s)
+                case Finished() | Rejected() if event.request_id in self._wanted:
+                    self._end(replica_id, event.request_id, event.now_s)
+                case _:
+                    pass
+
+    def _move(self, request_id: str, leg: Sequence[Span], replica_id: int, because: str, now_s: float) -> None:
+        """Keep what a leg told, without its end, and that the request went to another replica."""
+        since_s = leg[-1].to_s if leg and leg[-1].to_s is not None else now_s
+        moved = Span(since_s, None, Reason.ROUTED, {"replica": replica_id, "because": because})
+        self._legs.setdefault(request_id, []).extend([*leg, moved])
+
+    def _end(self, replica_id: int, request_id: str, now_s: float) -> None:
+        spans = self._ask(replica_id, request_id, now_s)
+        if spans is None:
+            return
+        told = [*self._legs.pop(request_id, []), *spans]
+        for place, span in enumerate(told[:-1]):
+            if span.to_s is None:  # it was on its way until the next leg began
+                told[place] = replace(span, to_s=told[place + 1].from_s)
+        notes, whole = self._notes, tuple(told)
+        self.spans[request_id] = whole if notes is None else notes.before(request_id, whole)
