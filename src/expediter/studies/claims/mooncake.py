@@ -130,9 +130,9 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
         "that was released with FAST'25 (12,031 and 12,035). On this one prompts are the bottleneck of 8 + 8: "
         f"the slowest tenth of the decodes takes {results['8+8/none']['tpot_p90_s']:.3f} s per token against a "
         "target of 0.1 s, so what is asked of the decode pool refuses nobody, and all refusals are for the first "
-        "token. Where decoding is the bottleneck (12 + 1 and 0.05 s per token) early rejection leaves "
-        f"{number(tight['early'])} of those lost without it, and predictive rejection, which takes every request "
-        f"to decode for 15 s, {number(tight['predictive'])}."
+        "token. Where decoding is the bottleneck (12 + 1 and 0.05 s per token) early rejection loses "
+        f"{number(tight['early'])} times as many requests as none at all, and predictive rejection, which takes every "
+        f"request to decode for 15 s, {number(tight['predictive'])} times as many."
     )
     lenient, strict = (results[f"capacity/vllm/{tpot_s}"]["in_time"] for tpot_s in (_TPOT_S[1], _TPOT_S[0]))
     why += (
