@@ -74,11 +74,14 @@ def test_jitter_keeps_the_traffic_and_moves_its_arrivals():
 
 PROGRAM = """
 import multiprocessing
+import signal
+import time
 from expediter.assembly.simulation import SimulationConfig
 from expediter.studies.runs import RunSpec, TraceSpec, run_all
 from expediter.studies.workers import Workers
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
     long = RunSpec(label="long", config=SimulationConfig(jumps=False), trace=TraceSpec(rate_scale=50))
     short = RunSpec(label="short", config=SimulationConfig(), trace=TraceSpec(limit=2))
     try:
@@ -88,6 +91,10 @@ if __name__ == "__main__":
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
             list(runs)
     except KeyboardInterrupt:
+        # The pool's thread waits for the same processes: who comes second learns of an end a moment later.
+        deadline = time.monotonic() + 5
+        while multiprocessing.active_children() and time.monotonic() < deadline:
+            time.sleep(0.01)
         print("left:", len(multiprocessing.active_children()), flush=True)
 """
 
