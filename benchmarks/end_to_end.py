@@ -3,7 +3,8 @@
 SmolLM2 on one replica, over HTTP. A calibration workload gives the step-time model; then three others run, of which the
 simulator is told prompts, lengths and arrivals and nothing else: requests that share nothing, bursts, and prompts that
 begin with shared texts. Every run has a fresh server. They run one after the other, so a machine that grows slower or
-faster in between shows as an error; `--repetitions` repeats everything, calibration included.
+faster in between shows as an error, in the column "steps" as well; `--repetitions` repeats everything, calibration
+included.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def replay(trace: Trace, load: float, step_time: FittedModel | None) -> ReplayRe
 
 
 def errors(name: str, report: ReplayReport) -> Row:
-    """Return predicted / measured - 1 for each latency and for throughput."""
+    """Return predicted / measured - 1 for each latency, for the time of all steps and for throughput."""
     live, simulated = report.live, report.simulated
     assert simulated is not None
     assert simulated.output_tokens_per_s is not None
@@ -64,6 +65,7 @@ def errors(name: str, report: ReplayReport) -> Row:
             measured = getattr(getattr(live, latency), percentile)
             predicted = getattr(getattr(simulated, latency), percentile)
             row[f"{latency[:-2].upper()} {percentile}"] = predicted / measured - 1
+    row["steps"] = report.step_bias
     row["throughput"] = simulated.output_tokens_per_s / live.output_tokens_per_s - 1
     return row
 

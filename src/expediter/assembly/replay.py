@@ -122,6 +122,8 @@ class ReplayReport:
         rate_scale: what was used.
         simulated, model: None if the server offers no steps to fit to (another engine).
         fit_error: mean relative error of the model on the steps of the live run.
+        step_bias: time that the model gives those steps together, relative to what they took, - 1; away from 0 if the
+            model is of an earlier run and the machine has changed its pace.
     """
 
     rate_scale: float
@@ -129,6 +131,7 @@ class ReplayReport:
     simulated: Report | None
     model: FittedModel | None
     fit_error: float | None
+    step_bias: float | None
 
 
 class Replay:
@@ -174,7 +177,7 @@ class Replay:
         outcomes = await self._send(model, prompts)
         live = _summarize(outcomes, self._targets())
         if info is None:
-            return ReplayReport(rate_scale=rate, live=live, simulated=None, model=None, fit_error=None)
+            return ReplayReport(rate_scale=rate, live=live, simulated=None, model=None, fit_error=None, step_bias=None)
         steps = await self._steps(since)
         fitted = config.step_time or fit_step_times(steps)
         requests = _as_requests(tokens, lengths, [outcome.sent_s for outcome in outcomes], self._targets())
@@ -184,6 +187,7 @@ class Replay:
             simulated=_simulate(info, fitted, requests),
             model=fitted,
             fit_error=_relative_error(fitted, steps),
+            step_bias=sum(fitted.step_time_s(f) for f, _ in steps) / sum(elapsed_s for _, elapsed_s in steps) - 1,
         )
 
     async def calibrate(self) -> tuple[float, FittedModel]:
