@@ -145,7 +145,7 @@ def test_the_trace_that_comes_along(capsys):
 def test_progress_on_a_terminal(trace, monkeypatch):
     shown = []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("rich.progress.Progress.update", lambda bar, task, completed: shown.append(completed))
+    monkeypatch.setattr("rich.progress.Progress.update", lambda bar, task, completed, **others: shown.append(completed))
     assert command("--trace", trace) == 0
     assert shown == [20]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from expediter.assembly.motion import build_motion
 from expediter.assembly.pools import PoolConfig
@@ -20,7 +20,7 @@ from expediter.assembly.simulation_config import DEFAULT_SLO, SimulationConfig, 
 from expediter.assembly.traces import load_trace
 from expediter.control.fleet import ReplicaProfile
 from expediter.control.routing.base import Router
-from expediter.control.routing.build import SESSION_ROUTINGS, RoutingConfig, make_router
+from expediter.control.routing.build import COPYING_ROUTINGS, SESSION_ROUTINGS, RoutingConfig, make_router
 from expediter.control.routing.notes import RoutingNotes
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
@@ -61,8 +61,6 @@ __all__ = [
     "prepare_trace",
     "simulate",
 ]
-_COPYING: Final = frozenset({"mooncake"})
-"""Routing policies that ask for copies of prefixes."""
 
 
 class Simulation:
@@ -248,7 +246,7 @@ def build_simulation(config: SimulationConfig) -> Simulation:
         metrics.on_end.append(timeline.ended)
     observers = Observers(metrics)
     routing = setups[0].routing
-    copies = not isinstance(routing, RoutingConfig) or routing.name in _COPYING
+    copies = not isinstance(routing, RoutingConfig) or routing.name in COPYING_ROUTINGS
     journeys, failures = build_motion(
         config, [pool for pool, _ in sites], loop, observers, block_size=setups[0].block_size, copies=copies
     )

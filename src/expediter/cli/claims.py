@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from expediter.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from expediter.studies.claims.registry import ClaimResult
@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"expediter: {claim.name} is left out: no {', '.join(missing)} in {args.data}", file=sys.stderr)
     results: list[ClaimResult] = []
-    with Workers(args.workers) as workers, _progress() as progress:
-        for result in run_claims(claims, effort, workers, progress):
+    with Workers(args.workers) as workers, progress_bar("running", "simulations") as bar:
+        told = None if bar is None else lambda done, of, label: bar(done, f"last: {label}", of)
+        for result in run_claims(claims, effort, workers, told):
             results.append(result)
             if args.json != "-":
                 _print_result(result)
@@ -88,18 +89,6 @@ def _write(name: str, content: bytes) -> None:
         Path(name).write_bytes(content)
     except OSError as error:
         raise ConfigurationError(f"cannot write {name!r}: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """Show progress on standard error while it is a terminal; scripts and pipes see none."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield lambda done, of, label: status.update(f"{done} of {of}, last: {label}")
 
 
 def _print_result(result: ClaimResult) -> None:

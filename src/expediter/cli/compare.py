@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from expediter.cli.again import command_again
+from expediter.cli.progress import progress_bar
 from expediter.cli.simulate import add_hardware_flags, add_limit_flags, add_trace_flags, output_file, shared_config
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         output_file(None if args.json == "-" else args.json) as json_file,
         output_file(args.html) as html_file,
     ):
-        with Workers(args.workers) as workers, _progress(num_runs(spec)) as progress:
+        with Workers(args.workers) as workers, progress_bar("comparing", "simulations", num_runs(spec)) as progress:
             comparison = compare(spec, workers, progress)
         if json_file is not None:
             json_file.write(comparison.to_json())
@@ -115,28 +114,6 @@ def _numbers(what: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigurationError(f"{what} must be numbers with commas between them, not {text!r}") from error
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, str], None] | None]:
-    """Show progress on standard error while it is a terminal; scripts and pipes see none."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("comparing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("simulations"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda num_done, label: bar.update(task, completed=num_done, description=label)
 
 
 def _print(comparison: Comparison) -> None:

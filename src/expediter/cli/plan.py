@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from expediter.cli.again import command_again
+from expediter.cli.progress import progress_bar
 from expediter.cli.simulate import output_file
 
 if TYPE_CHECKING:
     from expediter.assembly.simulation import SimulationConfig
-    from expediter.studies.planning.planner import Told
     from expediter.studies.planning.setups import SearchSpace
     from expediter.studies.planning.trial import Traffic
 
@@ -151,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
     )
     json_name = None if args.json == "-" else args.json
     with output_file(json_name) as json_file, output_file(args.html) as html_file:
-        with Workers(args.workers) as workers, _progress(config.max_simulations) as told:
+        shown = progress_bar("planning", "simulations at most", config.max_simulations)
+        with Workers(args.workers) as workers, shown as bar:
+            told = None if bar is None else lambda doing, num_done: bar(num_done, doing)
             plan = make_plan(config, workers, told)
         if json_file is not None:
             json_file.write(plan.to_json())
@@ -253,24 +254,3 @@ def _base(args: argparse.Namespace) -> SimulationConfig:
         engine=args.engine,
         calibration=args.calibration,
     )
-
-
-@contextlib.contextmanager
-def _progress(max_simulations: int) -> Iterator[Told | None]:
-    """Show progress on standard error while it is a terminal; scripts and pipes see none."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("simulations at most"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=max_simulations)
-        yield lambda doing, num_done: bar.update(task, description=doing, completed=num_done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
@@ -19,6 +19,7 @@ from expediter.cli.cluster_flags import (
     hardware_text,
     pools_table,
 )
+from expediter.cli.progress import progress_bar
 from expediter.cli.sizes import gibibytes, price
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"expediter: {line}", file=sys.stderr)
     simulation = build_simulation(config)
     with output_file(args.events) as events, output_file(None if args.json == "-" else args.json) as json_file:
-        with _progress(len(trace)) as progress:
+        with progress_bar("simulating", "requests", len(trace)) as progress:
             report = simulation.run(trace, events=events, progress=progress, explain=args.explain)
         if json_file is not None:
             json_file.write(report.to_json())
@@ -263,27 +264,6 @@ def output_file(name: str | None) -> Iterator[BinaryIO | None]:
         except OSError as error:
             raise ConfigurationError(f"cannot write {name!r}: {error.strerror}") from error
         yield file
-
-
-@contextlib.contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
-    """Show progress on standard error while it is a terminal; scripts and pipes see none."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("simulating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating", total=num_requests)
-        yield lambda num_arrived: bar.update(task, completed=num_arrived)
 
 
 def _print_report(report: Report) -> None:

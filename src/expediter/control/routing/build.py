@@ -124,6 +124,8 @@ ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig], Router]]] = {
         decode_time_s=config.decode_time_s,
     ),
 }
+COPYING_ROUTINGS: Final = frozenset({"mooncake"})
+"""Policies that ask for copies of prefixes."""
 SESSION_ROUTINGS: Final = frozenset({"session", "consistent_hash"})
 """Those that look at a request's session."""
 

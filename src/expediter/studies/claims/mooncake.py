@@ -137,8 +137,7 @@ def _conclude(results: Mapping[str, Numbers]) -> Conclusion:
         f"takes {results['8+8/none']['tpot_p90_s']:.3f} s per token against a target of 0.1 s, so what is asked of the "
         f"decode pool refuses nobody. Early rejection has something to save only where both pools are at their limits. "
         "4 + 2 replicas with 0.05 s per token, chosen because they lose about as large a share "
-        f"({share['4+2']:.1%}), are such a place; with more decode replicas it saves nothing, with fewer per prompt "
-        "more than published."
+        f"({share['4+2']:.1%}), are such a place."
     )
     lenient, strict = (results[f"capacity/vllm/{tpot_s}"]["in_time"] for tpot_s in (_TPOT_S[1], _TPOT_S[0]))
     why += (
