@@ -99,7 +99,7 @@ class Copying(RoundRobin):
 
 def test_a_prefix_is_copied_from_another_replica_where_the_router_says_so(monkeypatch):
     monkeypatch.setattr("expediter.assembly.simulation.make_router", lambda config: Copying())
-    monkeypatch.setattr("expediter.assembly.simulation._COPYING", {"least_load"})
+    monkeypatch.setattr("expediter.assembly.simulation.COPYING_ROUTINGS", {"least_load"})
     rows = [(0.0, 40, 2, PREFIX), (20.0, 40, 2, PREFIX)]
     config = slow_prompts(pools=(PoolConfig(replicas=2),), routing="least_load")
     _, records, lines = run(config, rows)
@@ -139,7 +139,7 @@ def test_every_request_ends_once_whatever_is_fetched_and_fails(
     with pytest.MonkeyPatch.context() as patch:
         if copies:
             patch.setattr("expediter.assembly.simulation.make_router", lambda config: Copying())
-            patch.setattr("expediter.assembly.simulation._COPYING", {"least_load"})
+            patch.setattr("expediter.assembly.simulation.COPYING_ROUTINGS", {"least_load"})
         told = [run(config, rows)[2] for _ in range(2)]
     assert told[0] == told[1]
     ended = [line["request"] for line in told[0] if line["event"] in ("finished", "rejected")]
