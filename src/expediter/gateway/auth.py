@@ -59,8 +59,6 @@ class RequireKey:
             scope["tenant"] = tenant
             await self._app(scope, receive, send)
             return
-            await self._app(scope, receive, send)
-            return
         error = ApiError(
             401, "a valid API key is needed", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )
