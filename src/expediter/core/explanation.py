@@ -18,6 +18,8 @@ class Reason(enum.Enum):
 
     ROUTED = "routed"
     """It was sent to a replica."""
+    INTERRUPTED = "interrupted"
+    """The replica that had it was lost; it waited for another one."""
     QUEUED = "queued"
     """Others were tried first."""
     BUDGET = "budget"
@@ -54,6 +56,7 @@ class Span:
 
     - `ROUTED`: `replica`, `because`; `decode_replica` where another one yields its tokens; of those that were compared,
       the chosen one first, `replica_1`, `cost_1`, `cached_tokens_1` and so on.
+    - `INTERRUPTED`: the lost `replica`, and `output_tokens` that its client has from there.
     - any kind of waiting: `requests` and `tokens` in the queue when it came, `started` before it did while it waited,
       seconds by what held the queue (`budget_s`, `no_slot_s`, `no_blocks_s`, `batch_s`, `step_s`); while it waits
       still: `ahead_requests`, `ahead_tokens`, `over_age`, and `held_by`, a `Reason`'s value.
@@ -74,6 +77,9 @@ class Span:
         match self.reason:
             case Reason.ROUTED:
                 return _routed(self.details)
+            case Reason.INTERRUPTED:
+                had = _count(self.details, "output_tokens")
+                return f"replica {self.details['replica']} was lost; it goes on elsewhere behind {had} of output"
             case Reason.PREFILLING:
                 return _prefilling(self.details)
             case Reason.DECODING:
