@@ -58,6 +58,15 @@ _SPARE: Final = 64 << 10
 _Shape = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
+@dataclass(frozen=True, slots=True)
+class AtGateway:
+    """What is at the gateway at a moment; tokens are those of prompts, estimated."""
+
+    num_in_flight: int
+    queue_requests: int
+    queue_tokens: int
+
+
 class GatewayMetrics:
     """Counts what one process of the gateway does, and shows what all of them did.
 
@@ -228,6 +237,11 @@ class GatewayMetrics:
         """Return the sums over all processes."""
         others = [read_rows(path) for path in self._others if path.exists()]
         return summed([self._rows.rows(), *others])
+
+    def at_gateway(self) -> AtGateway:
+        """Return what is at all processes now."""
+        rows = self.rows()
+        return AtGateway(*(int(rows[(family.name,)][0]) for family in (IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS)))
 
 
 @dataclass(frozen=True, slots=True)
