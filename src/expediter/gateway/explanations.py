@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from expediter.control.routing.base import Placement
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.siblings import Siblings
@@ -117,7 +118,7 @@ def spans_of(record: ExchangeRecord) -> list[Span]:
     for number, attempt in enumerate(record.attempts, 1):
         is_last = number == len(record.attempts)
         if is_last and record.route is not None:
-            spans.append(record.route)
+            spans.append(_routed(record.route, record.route_backends, attempt))
         spans.append(_forwarded(record, attempt, is_last=is_last, is_open=is_open))
     if not is_open:
         spans.append(_end(record))
@@ -147,6 +148,15 @@ def _told(record: ExchangeRecord) -> Entry:
         "status": record.status,
         "spans": told_spans(spans_of(record), record.arrived_s),
     }
+
+
+def _routed(route: Placement, names: Sequence[str], attempt: Attempt) -> Span:
+    details: dict[str, Detail] = {"replica": attempt.backend, "because": route.because}
+    for rank, (name, candidate) in enumerate(zip(names, route.candidates, strict=False), 1):
+        details[f"replica_{rank}"] = name
+        details[f"cost_{rank}"] = candidate.cost
+        details[f"cached_tokens_{rank}"] = candidate.num_cached_tokens
+    return Span(attempt.dispatched_s, attempt.dispatched_s, Reason.ROUTED, details)
 
 
 def _forwarded(record: ExchangeRecord, attempt: Attempt, *, is_last: bool, is_open: bool) -> Span:

@@ -12,10 +12,10 @@ import msgspec
 from expediter.core.slo import SloClass
 from expediter.gateway.dashboard.slow import SlowReasons
 from expediter.gateway.siblings import Siblings
-from expediter.telemetry.backend_status import BackendStatus
 from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.gateway_metrics import AtGateway
 from expediter.telemetry.history import INTERVAL_S, NUM_INTERVALS, Interval, TenantCounts, merged, percentiles, wait_s
+from expediter.telemetry.shown_backend import ShownBackend
 
 _SHARES: Final = (0.5, 0.99)
 _PAUSE_EVERY: Final = 20
@@ -76,7 +76,7 @@ class Feed(msgspec.Struct, frozen=True):
     queue_tokens: int
     models: list[str]
     targets: list[Targets]
-    backends: list[BackendStatus]
+    backends: list[ShownBackend]
     points: list[Point]
 
 
@@ -95,7 +95,7 @@ class Feeder:
         self,
         siblings: Siblings,
         at_gateway: Callable[[], AtGateway],
-        backends: Callable[[], Sequence[BackendStatus]],
+        backends: Callable[[], Sequence[ShownBackend]],
         models: Callable[[], Sequence[str]],
         slo_classes: Mapping[str, SloClass],
         reasons: SlowReasons,
