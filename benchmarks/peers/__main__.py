@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from benchmarks.peers.environments import SGLANG, VLLM
+from benchmarks.peers.environments import DEFAULT_CACHE, SGLANG, VLLM
 from benchmarks.peers.protocol import CHAIN, LENGTHS, RUNNING
 from benchmarks.report import Row, add_json_option, publish, spread
 
 _ROOT = Path(__file__).parents[2]
-_DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "expediter" / "peers"
 
 
 class Participant:
@@ -125,7 +124,7 @@ def _row(peer: str, case: str, theirs: list[float], mine: list[float]) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=_DEFAULT_CACHE, help="folder of the peers' environments")
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the peers' environments")
     parser.add_argument("--rounds", type=int, default=5, help="times that each participant has its turn, per case")
     parser.add_argument("--samples", type=int, default=40, help="of each turn")
     parser.add_argument("--cases", default="", help="only those whose name contains this")

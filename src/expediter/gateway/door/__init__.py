@@ -1,0 +1,1 @@
+"""The path of a request from the main listener to whoever computes it."""

@@ -1,0 +1,115 @@
+"""Answers requests by an ASGI application in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message
+
+from expediter.gateway.http.reply import Answer, Reply
+from expediter.gateway.http.wire import HttpRequest
+
+logger = logging.getLogger(__name__)
+
+_HOP_BY_HOP: Final = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+"""What `Reply` says itself."""
+
+
+class AsgiCall:
+    """One request in an application.
+
+    Args:
+        failure: the answer if the application fails before it has answered.
+        extra: headers that the response gets beside the application's.
+        scope: fields of the scope beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        request: HttpRequest,
+        reply: Reply,
+        failure: Answer,
+        extra: Iterable[tuple[bytes, bytes]] = (),
+        scope: Mapping[str, object] | None = None,
+    ) -> None:
+        self._app = app
+        self._request = request
+        self._reply = reply
+        self._failure = failure
+        self._extra = extra
+        self._scope = {**_scope(request), **(scope or {})}
+        self._was_received = False
+        self._gone: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        reply.on_gone = self._on_gone
+        reply.on_resume = self._on_resume
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        reply = self._reply
+        try:
+            await self._app(self._scope, self._receive, self._send)
+        except Exception:
+            if not reply.started or not reply.ended:
+                logger.exception("the application failed")
+        if not reply.started:
+            reply.send(*self._failure)
+        elif not reply.ended:
+            reply.cut()
+
+    async def _receive(self) -> Message:
+        if not self._was_received:
+            self._was_received = True
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
+        if not self._reply.ended:
+            if self._gone is None:
+                self._gone = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._gone)
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        reply = self._reply
+        if message["type"] == "http.response.start":
+            given = message.get("headers", ())
+            length = next((int(value) for name, value in given if name == b"content-length"), None)
+            headers = [pair for pair in given if pair[0] not in _HOP_BY_HOP]
+            reply.start(message["status"], [*headers, *self._extra], length)
+            return
+        reply.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            reply.end()
+        elif reply.is_paused and not reply.ended:
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+
+    def _on_gone(self) -> None:
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+        self._on_resume()
+
+    def _on_resume(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+
+def _scope(request: HttpRequest) -> dict[str, Any]:
+    raw_path = request.target.partition(b"?")[0]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": request.version,
+        "method": request.method,
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": raw_path,
+        "query_string": request.query,
+        "root_path": "",
+        "headers": request.headers,
+        "client": request.peer,
+        "server": request.sock,
+        "state": {},
+    }

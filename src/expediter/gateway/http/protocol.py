@@ -1,0 +1,407 @@
+"""The server's side of a connection: requests are parsed once, limits are held, replies go out in order.
+
+Whoever answers is called, never awaited: there is no task and no queue between the socket and an `Application`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any, Final
+
+import httptools
+
+from expediter.gateway.http.reply import Answer, Application, Reply
+from expediter.gateway.http.wire import CLOSE_HEADER, KEEP_ALIVE_HEADER, Headers, HttpLimits, HttpRequest
+
+logger = logging.getLogger(__name__)
+
+_LINGER_S: Final = 3.0
+"""A client that is refused before its body is here may go on sending for so long, so that it gets to read why."""
+_NEVER: Final = float("inf")
+
+
+class ServerState:
+    """What the connections of one listener share.
+
+    Attributes:
+        connections: open ones.
+        buffered_bytes: of request bodies that are not complete yet.
+        is_closing: connections close behind the response that they are at.
+        date_header: of now.
+    """
+
+    def __init__(self, app: Application, limits: HttpLimits) -> None:
+        self.app = app
+        self.limits = limits
+        self.connections: set[HttpConnection] = set()
+        self.buffered_bytes = 0
+        self.is_closing = False
+        self.date_header = b""
+        self._nobody_left: asyncio.Event | None = None
+
+    def left(self, connection: HttpConnection) -> None:
+        """Forget a connection that is closed."""
+        self.connections.discard(connection)
+        if self._nobody_left is not None and not self.connections:
+            self._nobody_left.set()
+
+    async def until_nobody_is_left(self) -> None:
+        """Return once all connections are closed."""
+        self._nobody_left = asyncio.Event()
+        if self.connections:
+            await self._nobody_left.wait()
+
+
+class _Turn:
+    """A request whose turn to be answered has come or will come; `refusal` is set if the answer is known."""
+
+    __slots__ = ("keeps_alive", "refusal", "request")
+
+    def __init__(self, request: HttpRequest, keeps_alive: bool, refusal: Answer | None) -> None:
+        self.request = request
+        self.keeps_alive = keeps_alive
+        self.refusal = refusal
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self.keeps_alive = True
+        self.is_write_paused = False
+        self.deadline_s = _NEVER
+        self.write_deadline_s = _NEVER
+        self._limits = state.limits
+        self._transport: Any = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._turns: deque[_Turn] = deque()
+        self._reply: Reply | None = None
+        self._is_answering = False
+        self._is_deaf = False  # what still comes is read and thrown away
+        self._peer: tuple[str, int] | None = None
+        self._sock: tuple[str, int] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the message that was read; the next one has not begun."""
+        self._target = b""
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._request: HttpRequest | None = None
+        self._in_message = False
+        self._is_refused = False
+        self._upgrades = False
+
+    # ---- transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        self._peer = _address(transport.get_extra_info("peername"))
+        self._sock = _address(transport.get_extra_info("sockname"))
+        self.deadline_s = time.monotonic() + self._limits.keep_alive_s
+        self._state.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self._state.left(self)
+        self._state.buffered_bytes -= self._body_bytes
+        self._body_bytes = 0
+        self._turns.clear()
+        self._is_deaf = True
+        reply, self._reply = self._reply, None
+        if reply is not None and not reply.ended:
+            reply.ended = True
+            if reply.on_gone is not None:
+                reply.on_gone()
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self.write_deadline_s = time.monotonic() + self._limits.write_timeout_s
+        if self._reply is not None and self._reply.on_pause is not None:
+            self._reply.on_pause()
+
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        self.write_deadline_s = _NEVER
+        if self._reply is not None and self._reply.on_resume is not None:
+            self._reply.on_resume()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        if not self._in_message and self._reply is None:
+            self.deadline_s = time.monotonic() + self._limits.head_timeout_s
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self._parsing_failed(error)
+        else:
+            if self._request is None and self._in_message:
+                self._head_bytes += len(data)
+                if self._head_bytes > 2 * self._limits.max_head_bytes:
+                    self._give_up(431, "the head of the request is too large")
+
+    def close(self) -> None:
+        """Close once everything that was written has gone out, or the client has refused to read it for too long."""
+        self._is_deaf = True
+        self.deadline_s = time.monotonic() + self._limits.write_timeout_s
+        self._transport.close()
+
+    def sweep(self, now_s: float) -> None:
+        """Close the connection if its time is up."""
+        if now_s >= self.write_deadline_s:
+            self._transport.abort()
+        elif now_s >= self.deadline_s:
+            if self._transport.is_closing():
+                self._transport.abort()
+            elif self._in_message and not self._is_refused:
+                self._give_up(408, "the request took too long to arrive")
+            else:
+                self.close()
+
+    def abort(self) -> None:
+        """Close at once, whatever has not gone out."""
+        self._transport.abort()
+
+    # ---- httptools
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self._in_message = True
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        if self._request is None:  # else it is a trailer, which nobody here has a use for
+            self._headers.append((name.lower(), value))
+            if len(self._headers) > self._limits.max_headers:
+                raise _BadRequestError(431, f"more than {self._limits.max_headers} headers")
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        version = parser.get_http_version()
+        length = _check_head(version, headers)
+        now_s = time.monotonic()
+        method = parser.get_method().decode("ascii")
+        request = HttpRequest(method, self._target, version, headers, now_s, self._peer, self._sock)
+        self._request = request
+        self._upgrades = parser.should_upgrade()
+        if self._upgrades and method == "CONNECT":
+            raise _BadRequestError(400, "CONNECT is not supported")
+        if length > self._limits.max_body_bytes:
+            self._refuse_body()
+            return
+        refusal = self._state.app.admit(request)
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        if self._reply is None:
+            self.deadline_s = now_s + self._limits.body_timeout_s
+            if version == "1.1" and (request.header(b"expect") or b"").lower() == b"100-continue":
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self._is_refused or self._upgrades:
+            return
+        self._body.append(data)
+        self._body_bytes += len(data)
+        self._state.buffered_bytes += len(data)
+        if self._body_bytes > self._limits.max_body_bytes:
+            self._refuse_body()
+        elif self._state.buffered_bytes > self._limits.max_buffered_bytes:
+            self._refuse(self._state.app.refuse(503, "too many request bodies are under way"))
+
+    def on_message_complete(self) -> None:
+        request = self._request
+        assert request is not None
+        if self._upgrades:
+            return
+        was_refused, keeps_alive = self._is_refused, self._parser.should_keep_alive()
+        if not was_refused:
+            request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._forget_body()
+        self._reset()
+        if was_refused:
+            self._end_of_reading()
+        elif len(self._turns) >= self._limits.max_pipelined:
+            self._is_deaf = True
+            self._turns[-1].keeps_alive = False
+        else:
+            self._turns.append(_Turn(request, keeps_alive, None))
+            self._answer_next()
+
+    # ---- what is wrong
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._limits.max_head_bytes:
+            raise _BadRequestError(431, f"the head of the request exceeds {self._limits.max_head_bytes} bytes")
+
+    def _refuse_body(self) -> None:
+        self._refuse(self._state.app.refuse(413, f"the body exceeds {self._limits.max_body_bytes} bytes"))
+
+    def _refuse(self, answer: Answer) -> None:
+        """Answer before the body is here. What comes of it is thrown away, and the connection is closed after it."""
+        assert self._request is not None
+        self._is_refused = True
+        self._forget_body()
+        self._turns.append(_Turn(self._request, False, answer))
+        self._answer_next()
+
+    def _forget_body(self) -> None:
+        self._state.buffered_bytes -= self._body_bytes
+        self._body_bytes = 0
+        self._body = []
+
+    def _parsing_failed(self, error: httptools.HttpParserError) -> None:
+        cause = error.__context__
+        if isinstance(cause, _BadRequestError):
+            self._give_up(cause.status, str(cause))
+        elif isinstance(error, httptools.HttpParserCallbackError):
+            logger.error("internal error", exc_info=cause)
+            self._give_up(500, "internal error")
+        elif not (self._turns[-1].keeps_alive if self._turns else self.keeps_alive):
+            self._end_of_reading()  # behind a request that closes the connection anything may come
+        else:
+            self._give_up(400, "the request is no valid HTTP/1.1")
+
+    def _give_up(self, status: int, message: str) -> None:
+        """Answer a message that cannot be read any further, after those before it."""
+        request = self._request or HttpRequest("GET", b"/", "1.1", [], time.monotonic())
+        self._forget_body()
+        self._is_deaf = True
+        if self._is_refused:
+            self._end_of_reading()
+        else:
+            self._turns.append(_Turn(request, False, self._state.app.refuse(status, message)))
+            self._answer_next()
+
+    def _end_of_reading(self) -> None:
+        """Take in nothing more; close behind what is being answered."""
+        self._is_deaf = True
+        if self._reply is None and not self._turns:
+            self.close()
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Read the message again as if it had not asked for another protocol: a server may ignore that (RFC 9110, 7.8).
+
+        Java's client asks for h2c with every first request; its body would be taken for bytes of that protocol.
+        """
+        request = self._request
+        if request is None or self._is_refused:
+            self._end_of_reading()
+            return
+        kept = [pair for pair in request.headers if pair[0] not in {b"upgrade", b"http2-settings", b"connection"}]
+        line = b"%b %b HTTP/%b\r\n" % (request.method.encode(), request.target, request.version.encode())
+        head = b"".join(b"%b: %b\r\n" % pair for pair in kept)
+        self._parser = httptools.HttpRequestParser(self)
+        self._reset()
+        self.data_received(b"%b%b\r\n%b" % (line, head, rest))
+
+    # ---- replies
+
+    def date_header(self) -> bytes:
+        return self._state.date_header
+
+    def connection_header(self, version: str) -> bytes:
+        """Return the line that says what becomes of the connection behind a response, where that has to be said."""
+        if not self.keeps_alive or self._state.is_closing:
+            return CLOSE_HEADER
+        return KEEP_ALIVE_HEADER if version == "1.0" else b""
+
+    def reply_ended(self, reply: Reply) -> None:
+        """Go on to the next request, or close."""
+        if reply is not self._reply:
+            return
+        self._reply = None
+        if self._is_refused and not self._is_deaf:  # its body may still be on its way
+            self.deadline_s = time.monotonic() + _LINGER_S
+            return
+        if not self.keeps_alive or self._state.is_closing:
+            self.close()
+            return
+        if not self._in_message:
+            self.deadline_s = time.monotonic() + self._limits.keep_alive_s
+        elif self._request is None:
+            self.deadline_s = time.monotonic() + self._limits.head_timeout_s
+        else:
+            self.deadline_s = time.monotonic() + self._limits.body_timeout_s
+        self._answer_next()
+
+    def _answer_next(self) -> None:
+        if self._is_answering:
+            return
+        self._is_answering = True
+        try:
+            while self._turns and self._reply is None and not self._transport.is_closing():
+                self._answer(self._turns.popleft())
+        finally:
+            self._is_answering = False
+
+    def _answer(self, turn: _Turn) -> None:
+        request = turn.request
+        self.keeps_alive = turn.keeps_alive
+        self.deadline_s = _NEVER
+        reply = self._reply = Reply(self, self._transport, request)
+        if turn.refusal is not None:
+            reply.send(*turn.refusal)
+            return
+        try:
+            self._state.app.handle(request, reply)
+        except Exception:
+            logger.exception("internal error")
+            if reply.started:
+                reply.cut()
+            else:
+                reply.send(*self._state.app.refuse(500, "internal error"))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is read or answered."""
+        return self._reply is None and not self._turns and not self._in_message
+
+
+class _BadRequestError(Exception):
+    """A message breaks a rule or a limit."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _address(found: object) -> tuple[str, int] | None:
+    return (str(found[0]), int(found[1])) if isinstance(found, tuple | list) and len(found) >= 2 else None
+
+
+def _check_head(version: str, headers: Headers) -> int:
+    """Return the length that a head announces, 0 if it does not.
+
+    httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
+
+    Raises:
+        _BadRequestError: it is.
+    """
+    if version not in {"1.0", "1.1"}:
+        raise _BadRequestError(400, "the version of HTTP is not supported")
+    length = num_hosts = 0
+    for name, value in headers:
+        if name == b"host":
+            num_hosts += 1
+        elif name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
+            raise _BadRequestError(400, "the transfer encoding is not supported")
+    if num_hosts > 1 or (version == "1.1" and not num_hosts):
+        raise _BadRequestError(400, "exactly one Host header is needed")
+    return length

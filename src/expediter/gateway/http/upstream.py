@@ -1,0 +1,393 @@
+"""Connections to a backend: requests go out as bytes, responses come back as bytes, to callbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+import ssl as tls
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from expediter.core.errors import ConfigurationError
+from expediter.gateway.http.chunks import ChunkError, ChunkTracker
+from expediter.gateway.http.wire import BODILESS, Headers
+
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r\n")
+_HEADER: Final = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*?)[ \t]*\r\n")
+_MAX_HEAD_BYTES: Final = 65536
+_JOIN_BYTES: Final = 65536
+"""A request up to here goes out as one piece; above, copying it would cost more than a second write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a backend listens.
+
+    Args:
+        host, port: of a TCP socket.
+        path: of a Unix socket instead, which never talks TLS.
+        ssl: how to talk TLS with it, None for none.
+        connect_timeout_s: for TCP and TLS to be set up.
+        max_idle: connections that are kept open without a request.
+    Raises:
+        ConfigurationError: neither or both kinds of socket are named.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: str | None = None
+    ssl: tls.SSLContext | None = None
+    connect_timeout_s: float = 2.0
+    max_idle: int = 512
+
+    def __post_init__(self) -> None:
+        if bool(self.host) == bool(self.path):
+            raise ConfigurationError("a backend needs a host, or the path of a Unix socket")
+
+
+class ResponseHead(NamedTuple):
+    """Status and headers of a response.
+
+    Attributes:
+        length: of the body, None if it is chunked or ends with the connection.
+        is_chunked: body bytes come with their framing.
+    """
+
+    status: int
+    headers: Headers
+    length: int | None
+    is_chunked: bool
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first header of this name, in lower case."""
+        return next((value for known, value in self.headers if known == name), None)
+
+
+class UpstreamFailure(enum.Enum):
+    """Why there is no whole response."""
+
+    CONNECT = "connect"
+    """The backend could not be reached; it has seen nothing of the request."""
+    BROKEN = "broken"
+    """The connection broke."""
+    PROTOCOL = "protocol"
+    """What came is no HTTP response."""
+
+
+class UpstreamListener(Protocol):
+    """Hears of a response. After the last data or a failure nothing more comes."""
+
+    def upstream_head(self, head: ResponseHead) -> None:
+        """The head is here."""
+
+    def upstream_data(self, data: bytes, is_last: bool) -> None:
+        """Body bytes; of a chunked body whole chunks with their framing, as far as they are not very long."""
+
+    def upstream_failed(self, failure: UpstreamFailure) -> None:
+        """There will be no (whole) response."""
+
+
+class UpstreamCall:
+    """One request to a backend."""
+
+    __slots__ = ("_connecting", "_connection", "_listener", "_pool", "_request")
+
+    def __init__(self, pool: UpstreamPool, request: tuple[bytes, bytes], listener: UpstreamListener) -> None:
+        self._pool = pool
+        self._request = request
+        self._listener: UpstreamListener | None = listener
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """Want no more of it: the connection is closed at once, and the listener hears nothing any more."""
+        self._listener = None
+        if self._connection is not None:
+            self._connection.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
+
+    def pause(self) -> None:
+        """Read no more until `resume`; the backend is slowed down by TCP."""
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether what was passed on of a chunked body ends with a whole chunk."""
+        return self._connection is not None and self._connection.at_boundary
+
+    # ---- for the pool and its connections
+
+    def start(self, connection: _Connection | None) -> None:
+        if connection is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+        else:
+            self._connection = connection
+            connection.send(self._request, self)
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self._pool.connect()
+        except (OSError, TimeoutError):  # a failed handshake is an OSError, too
+            self.failed(UpstreamFailure.CONNECT)
+            return
+        finally:
+            self._connecting = None
+        if self._listener is None:
+            connection.abort()
+            return
+        self._connection = connection
+        connection.send(self._request, self)
+
+    def head(self, head: ResponseHead) -> None:
+        if self._listener is not None:
+            self._listener.upstream_head(head)
+
+    def data(self, data: bytes, is_last: bool) -> None:
+        if self._listener is not None:
+            self._listener.upstream_data(data, is_last)
+
+    def failed(self, failure: UpstreamFailure) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.upstream_failed(failure)
+
+    def again(self) -> None:
+        """The kept connection was closed by the backend before it answered: try once more on a new one."""
+        self._connection = None
+        if self._listener is not None:
+            self.start(None)
+
+
+class UpstreamPool:
+    """Connections to one backend; one that has answered is kept for the next request."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._idle: list[_Connection] = []
+        self._is_closed = False
+
+    def send(self, head: bytes, body: bytes, listener: UpstreamListener) -> UpstreamCall:
+        """Send a request; the listener is called from the event loop, never from in here.
+
+        Args:
+            head: request line and headers with Host and Content-Length, empty line included.
+        """
+        call = UpstreamCall(self, (head, body), listener)
+        call.start(self._idle.pop() if self._idle else None)
+        return call
+
+    def close(self) -> None:
+        """Close idle connections; those in use close behind their response."""
+        self._is_closed = True
+        for connection in tuple(self._idle):
+            connection.abort()
+
+    async def connect(self) -> _Connection:
+        address, loop = self.address, asyncio.get_running_loop()
+        async with asyncio.timeout(address.connect_timeout_s):
+            if address.path is not None:
+                _, connection = await loop.create_unix_connection(
+                    lambda: _Connection(self),
+                    address.path,
+                    ssl=address.ssl,
+                    server_hostname="" if address.ssl else None,
+                )
+            else:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), address.host, address.port, ssl=address.ssl
+                )
+        return connection
+
+    def keep(self, connection: _Connection) -> None:
+        if self._is_closed or len(self._idle) >= self.address.max_idle:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+
+    def drop(self, connection: _Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to a backend: at most one request at a time."""
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._transport: Any = None
+        self._call: UpstreamCall | None = None
+        self._was_used = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buffer = b""
+        self._got_bytes = False
+        self._head: ResponseHead | None = None
+        self._chunks: ChunkTracker | None = None
+        self._left: int | None = None
+        self._keeps_alive = True
+        self._is_paused = False
+
+    def send(self, request: tuple[bytes, bytes], call: UpstreamCall) -> None:
+        self._begin()
+        self._call = call
+        head, body = request
+        if len(body) <= _JOIN_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    def abort(self) -> None:
+        self._call = None
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if not self._is_paused and not self._transport.is_closing():
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused and not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    @property
+    def at_boundary(self) -> bool:
+        return self._chunks is not None and self._chunks.at_boundary
+
+    # ---- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        call, self._call = self._call, None
+        if call is None:
+            self._pool.drop(self)
+        elif self._head is not None and self._head.length is None and not self._head.is_chunked:
+            call.data(b"", True)  # the body ends with the connection
+        elif self._was_used and not self._got_bytes:
+            call.again()
+        else:
+            call.failed(UpstreamFailure.BROKEN)
+
+    def data_received(self, data: bytes) -> None:
+        if self._call is None:  # nothing was asked: a backend that talks by itself is not to be trusted
+            self._transport.abort()
+            return
+        self._got_bytes = True
+        try:
+            if self._head is None:
+                data = self._read_head(data)
+                if self._head is None:
+                    return
+            self._read_body(data)
+        except (ChunkError, _ResponseError):
+            self._transport.abort()
+            call, self._call = self._call, None
+            if call is not None:
+                call.failed(UpstreamFailure.PROTOCOL)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Take the head in; return what is there of the body."""
+        self._buffer += data
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
+                raise _ResponseError
+            return b""
+        raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
+        self._buffer = b""
+        head, keeps_alive = parse_response_head(raw)
+        if head.status < 200:
+            return self._read_head(rest) if rest else b""
+        self._head, self._keeps_alive, self._left = head, keeps_alive, head.length
+        self._chunks = ChunkTracker() if head.is_chunked else None
+        if self._call is not None:
+            self._call.head(head)
+        return rest
+
+    def _read_body(self, data: bytes) -> None:
+        call = self._call
+        if call is None:  # cancelled by who heard of the head
+            return
+        if self._chunks is not None:
+            data = self._chunks.feed(data)
+            if self._chunks.ended:
+                self._end(call, data)
+            elif data:
+                call.data(data, False)
+        elif self._left is None:
+            if data:
+                call.data(data, False)
+        else:
+            self._left -= len(data)
+            if self._left < 0:
+                raise _ResponseError
+            if self._left == 0:
+                self._end(call, data)
+            elif data:
+                call.data(data, False)
+
+    def _end(self, call: UpstreamCall, data: bytes) -> None:
+        self._call = None
+        self._was_used = True
+        if not self._keeps_alive:
+            self._transport.abort()
+        elif not self._transport.is_closing():
+            self.resume_reading()
+            self._pool.keep(self)
+        call.data(data, True)
+
+
+class _ResponseError(Exception):
+    """A response is malformed."""
+
+
+def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
+    """Return a response's head, and whether the connection may be used again behind its body.
+
+    Args:
+        raw: status line and headers, without the empty line that ends them.
+    Raises:
+        _ResponseError: it is malformed, or its body's end is ambiguous.
+    """
+    first = _STATUS_LINE.match(raw)
+    if first is None:
+        raise _ResponseError
+    status, position = int(first[2]), first.end()
+    keeps_alive = first[1] == b"1"
+    headers: Headers = []
+    length: int | None = None
+    is_chunked = False
+    for match in _HEADER.finditer(raw, position):
+        if match.start() != position:
+            raise _ResponseError
+        position = match.end()
+        name, value = match[1].lower(), match[2]
+        headers.append((name, value))
+        if name == b"content-length":
+            if not value.isdigit() or (length is not None and length != int(value)):
+                raise _ResponseError
+            length = int(value)
+        elif name == b"transfer-encoding":
+            if is_chunked or value.lower() != b"chunked":
+                raise _ResponseError
+            is_chunked = True
+        elif name == b"connection":
+            tokens = value.lower()
+            keeps_alive = b"close" not in tokens and (keeps_alive or b"keep-alive" in tokens)
+    if position != len(raw) or (is_chunked and length is not None):
+        raise _ResponseError
+    if status in BODILESS:
+        length, is_chunked = 0, False
+    return ResponseHead(status, headers, length, is_chunked), keeps_alive and (is_chunked or length is not None)

@@ -1,0 +1,145 @@
+"""HTTP/1.1 messages as this package holds them: requests, heads, limits."""
+
+from __future__ import annotations
+
+import http
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote
+
+from expediter.core.errors import ConfigurationError
+
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case; values as they came, without the white space around them."""
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in http.HTTPStatus
+}
+CHUNKED_HEADER: Final = b"transfer-encoding: chunked\r\n"
+CLOSE_HEADER: Final = b"connection: close\r\n"
+KEEP_ALIVE_HEADER: Final = b"connection: keep-alive\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
+BODILESS: Final = frozenset({204, 304})
+"""Statuses whose responses have no body and say nothing of its length (RFC 9110, 6.4.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What a client may ask of the server's memory and patience.
+
+    Args:
+        max_head_bytes: request line and headers.
+        max_headers: their number.
+        max_body_bytes: of one request.
+        max_buffered_bytes: bodies of all requests that have not been handed on yet, together.
+        max_pipelined: requests that wait on one connection for the one before them.
+        head_timeout_s: from the first byte of a request to the end of its head.
+        body_timeout_s: from the end of the head to the end of the body.
+        keep_alive_s: an idle connection stays open for so long; longer than the pools of usual proxies and clients
+            keep theirs, which should close first.
+        write_buffer_bytes: response bytes that wait for a slow reader before whoever makes them is told to pause.
+        write_timeout_s: a reader that takes nothing for so long, with that much waiting, is cut off.
+    Raises:
+        ConfigurationError: a limit is not above 0.
+    """
+
+    max_head_bytes: int = 65536
+    max_headers: int = 128
+    max_body_bytes: int = 16 << 20
+    max_buffered_bytes: int = 512 << 20
+    max_pipelined: int = 16
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    keep_alive_s: float = 120.0
+    write_buffer_bytes: int = 65536
+    write_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+class HttpRequest:
+    """A request as it came in.
+
+    Attributes:
+        method: in upper case.
+        target: as in the request line.
+        path: of the target, percent-decoded.
+        query: of the target, without `?`, as it came.
+        version: "1.1" or "1.0".
+        headers: all of them, in order.
+        body: the whole body; empty while only the head is here.
+        arrived_s: when the head was complete, monotonic clock.
+        peer: address of the client, None on a Unix socket.
+        sock: local address.
+    """
+
+    __slots__ = ("arrived_s", "body", "headers", "method", "path", "peer", "query", "sock", "target", "version")
+
+    def __init__(
+        self,
+        method: str,
+        target: bytes,
+        version: str,
+        headers: Headers,
+        arrived_s: float,
+        peer: tuple[str, int] | None = None,
+        sock: tuple[str, int] | None = None,
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.version = version
+        self.headers = headers
+        self.body = b""
+        self.arrived_s = arrived_s
+        self.peer = peer
+        self.sock = sock
+        raw_path, _, self.query = origin_form(target).partition(b"?")
+        path = raw_path.decode("ascii")
+        self.path = unquote(path) if "%" in path else path
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first header of this name, in lower case; None if there is none."""
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
+
+    def all(self, name: bytes) -> list[bytes]:
+        """Return every header of this name."""
+        return [value for known, value in self.headers if known == name]
+
+    @property
+    def client_request_id(self) -> bytes | None:
+        """The client's X-Request-Id, if it gave one that may be repeated; it is never used as an id of ours."""
+        given = self.header(b"x-request-id")
+        return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def origin_form(target: bytes) -> bytes:
+    """Return a target's path and query; an absolute one (RFC 9112, 3.2.2) loses its scheme and host."""
+    if target.startswith(b"/"):
+        return target
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() not in {b"http", b"https"}:
+        return target
+    slash = rest.find(b"/")
+    return b"/" if slash < 0 else rest[slash:]
+
+
+def response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return status line and headers, without the empty line that ends a head."""
+    parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    return b"".join(parts)
+
+
+def has_body(method: str, status: int) -> bool:
+    """Return whether a response to this method with this status may have a body (RFC 9110, 6.4.1)."""
+    return method != "HEAD" and status not in BODILESS
