@@ -143,6 +143,7 @@ class _Member:
     look: Callable[[], ReplicaSnapshot]
     snapshot: ReplicaSnapshot
     last_dispatch: int = 0
+    is_paused: bool = False
 
 
 def _key(load: Load, member: _Member) -> tuple[float, ...]:
@@ -157,7 +158,8 @@ class Fleet:
     Args:
         link: between any two of them; None if KV cannot be copied.
     Attributes:
-        generation: rises whenever a replica joins or leaves; who keeps something per replica compares it.
+        generation: rises whenever a replica joins, leaves, pauses or resumes; who keeps something per replica compares
+            it.
     """
 
     def __init__(self, link: KvLink | None = None) -> None:
@@ -175,22 +177,31 @@ class Fleet:
 
     # ---- who is in it
 
-    def join(self, replica_id: int, look: Callable[[], ReplicaSnapshot], profile: ReplicaProfile = MIXED) -> None:
+    def join(
+        self,
+        replica_id: int,
+        look: Callable[[], ReplicaSnapshot],
+        profile: ReplicaProfile = MIXED,
+        slot: int | None = None,
+    ) -> None:
         """Let a replica take requests; its caches are taken to be empty.
 
         Args:
             look: returns its load; called after it was marked.
+            slot: that it shall have, so that fleets which share replicas can share an index; None for the first free.
         Raises:
-            InvariantError: it is in the fleet already.
+            InvariantError: it is in the fleet already, or somebody else has the slot.
         """
         if replica_id in self._members:
             raise InvariantError(f"replica {replica_id} is in the fleet already")
+        if slot is None:
+            slot = next((slot for slot, member in enumerate(self._by_slot) if member is None), len(self._by_slot))
+        self._by_slot.extend([None] * (slot + 1 - len(self._by_slot)))
+        if self._by_slot[slot] is not None:
+            raise InvariantError(f"slot {slot} is taken")
         self.generation += 1
         self._slots_of.clear()
-        slot = next((slot for slot, member in enumerate(self._by_slot) if member is None), len(self._by_slot))
-        if slot == len(self._by_slot):
-            self._by_slot.append(None)
-        if slot == self._table.shape[1]:
+        while slot >= self._table.shape[1]:
             self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
         snapshot = look()
         member = self._by_slot[slot] = _Member(self.generation, slot, profile, look, snapshot)
@@ -206,10 +217,32 @@ class Fleet:
         self.generation += 1
         self._slots_of.clear()
         self._marked.pop(replica_id, None)
-        for load in self._loads:
-            self._heaps[load, member.profile.role].remove(member)
-        self._num_requests[member.profile.role] -= member.snapshot.num_requests
+        if not member.is_paused:
+            self._withdraw(member)
         self._by_slot[member.slot] = None
+
+    def pause(self, replica_id: int) -> None:
+        """Send a replica nothing for a while; it keeps its slot, and what is known of its caches stays.
+
+        One that is paused already, or is not in the fleet, is left alone.
+        """
+        member = self._members.get(replica_id)
+        if member is not None and not member.is_paused:
+            member.is_paused = True
+            self.generation += 1
+            self._slots_of.clear()
+            self._withdraw(member)
+
+    def resume(self, replica_id: int) -> None:
+        """End a pause; one that is not paused is left alone."""
+        member = self._members.get(replica_id)
+        if member is not None and member.is_paused:
+            member.is_paused = False
+            self.generation += 1
+            self._slots_of.clear()
+            member.snapshot = member.look()
+            self._num_requests[member.profile.role] += member.snapshot.num_requests
+            self._take(member)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -222,9 +255,9 @@ class Fleet:
         return [self.id_at(slot) for slot in self.slots(side).tolist()]
 
     def can(self, replica_id: int, side: Side) -> bool:
-        """Return whether a replica is in the fleet and does that."""
+        """Return whether a replica is in the fleet, not paused, and does that."""
         member = self._members.get(replica_id)
-        return member is not None and member.profile.role in _ROLES_OF[side]
+        return member is not None and not member.is_paused and member.profile.role in _ROLES_OF[side]
 
     @property
     def num_slots(self) -> int:
@@ -232,11 +265,11 @@ class Fleet:
         return len(self._by_slot)
 
     def slots(self, side: Side) -> npt.NDArray[np.intp]:
-        """Return the slots of who does that, ascending."""
+        """Return the slots of who does that and is not paused, ascending."""
         found = self._slots_of.get(side)
         if found is None:
             roles = _ROLES_OF[side]
-            slots = [m.slot for m in self._by_slot if m is not None and m.profile.role in roles]
+            slots = [m.slot for m in self._by_slot if m is not None and not m.is_paused and m.profile.role in roles]
             found = self._slots_of[side] = np.array(slots, np.intp)
         return found
 
@@ -317,9 +350,15 @@ class Fleet:
         for replica_id in self._marked:
             member = self._members[replica_id]
             before, member.snapshot = member.snapshot, member.look()
-            self._num_requests[member.profile.role] += member.snapshot.num_requests - before.num_requests
-            self._take(member)
+            if not member.is_paused:
+                self._num_requests[member.profile.role] += member.snapshot.num_requests - before.num_requests
+                self._take(member)
         self._marked.clear()
+
+    def _withdraw(self, member: _Member) -> None:
+        for load in self._loads:
+            self._heaps[load, member.profile.role].remove(member)
+        self._num_requests[member.profile.role] -= member.snapshot.num_requests
 
     def _take(self, member: _Member) -> None:
         snapshot, speed = member.snapshot, member.profile.speed
@@ -353,4 +392,5 @@ class Fleet:
         for role in ROLES:
             self._heaps[load, role] = LazyHeap()
         for member in self._members.values():
-            self._heaps[load, member.profile.role].put(member, _key(load, member))
+            if not member.is_paused:
+                self._heaps[load, member.profile.role].put(member, _key(load, member))

@@ -1,8 +1,12 @@
-"""How fast a replica is, found out from its own steps."""
+"""How fast a replica is, found out from its own steps, or from its answers where nobody sees its steps."""
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from expediter.control.speed import Speed
 from expediter.core.plan import StepFeatures
@@ -27,3 +31,75 @@ class LearnedSpeed:
         self._num_seen += 1
         is_due = self._num_seen % _EVERY_STEPS == 0 or self._num_seen == _FIRST_STEPS
         return Speed.of(self._model, budget_tokens) if is_due else None
+
+
+class Answer(NamedTuple):
+    """What one request said of a replica's speed.
+
+    Attributes:
+        num_ahead: prompt tokens that were pending there when it was sent. `num_new`: its own that had to be computed.
+        num_beside: requests that were decoding there.
+        num_output: tokens that were generated before the first byte came: 0 for a stream, all for a plain response.
+        elapsed_s: from the dispatch to the first byte of the body.
+    """
+
+    num_ahead: int
+    num_new: int
+    num_beside: int
+    num_output: int
+    elapsed_s: float
+
+
+_FIRST_ANSWERS: Final = 16
+_SPARSE_AFTER: Final = 128
+_EVERY: Final = 8
+_FORGETTING: Final = 0.995
+_NO_DOUBT: Final = 1e-12
+_SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
+"""Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
+_LEAST_TOKEN_S: Final = 1e-9
+"""A replica never computes a prompt for nothing, or it would get them all."""
+
+
+class LearnedTtft:
+    """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
+
+    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps. It
+    learns from every answer at first and from one in eight later, so that it costs next to nothing.
+    """
+
+    def __init__(self) -> None:
+        self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
+        self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
+        self._num_offered = 0
+
+    def observe(self, answer: Answer) -> Speed | None:
+        """Learn from an answer; return the speed if something new is known, None in between."""
+        if not 0 < answer.elapsed_s < math.inf:
+            return None
+        self._num_offered += 1
+        if self._num_offered > _SPARSE_AFTER and self._num_offered % _EVERY:
+            return None
+        row = np.array((1.0, answer.num_ahead + answer.num_new, answer.num_beside, answer.num_output))
+        row *= _SCALE / answer.elapsed_s
+        error = 1.0 - float(row @ self._weights)
+        direction = self._covariance @ row
+        doubt = float(row @ direction)
+        self._weights += direction * (error / (1 + doubt))
+        if doubt > _NO_DOUBT:
+            kept = _FORGETTING - (1 - _FORGETTING) / doubt
+            self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
+        return self.speed() if self._num_offered >= _FIRST_ANSWERS else None
+
+    def speed(self) -> Speed:
+        """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
+        overhead_s, token_s, decode_s, _ = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        return Speed(
+            step_s=0.0,
+            token_s=max(_LEAST_TOKEN_S, token_s),
+            decode_s=decode_s,
+            context_s=0.0,
+            budget_tokens=1 << 30,
+            overhead_s=overhead_s,
+            is_known=True,
+        )

@@ -25,6 +25,7 @@ class Speed:
         decode_s: each decode of a step.
         context_s: each token of decode context.
         budget_tokens: most tokens of a step.
+        overhead_s: what every first token takes besides steps: the way there and back, parsing, tokenizing.
         is_known: whether it comes from a model.
     """
 
@@ -34,6 +35,7 @@ class Speed:
     decode_s: float = 0.0
     context_s: float = 1e-8
     budget_tokens: int = 2048
+    overhead_s: float = 0.0
     is_known: bool = False
 
     @classmethod
@@ -75,7 +77,9 @@ class Speed:
         return self.step_s + num_decodes * self.decode_s + context_tokens * self.context_s
 
     def queue_s(self, num_pending_tokens: int, num_prompts: int, num_running: int, context_tokens: int) -> float:
-        """Return how long prompt tokens that are ahead keep a replica busy, with its decodes going on beside them.
+        """Return how long it takes until a new prompt's turn comes: the overhead, and the prompt tokens ahead of it.
+
+        Decodes go on beside them.
 
         Args:
             num_prompts: that the pending tokens belong to, at least; each attends to what it has itself.
@@ -83,9 +87,9 @@ class Speed:
         """
         if not num_pending_tokens:
             # Somebody who decodes has a step in progress, half of it on average.
-            return self.decode_step_s(num_running, context_tokens) / 2 if num_running else 0.0
+            return self.overhead_s + (self.decode_step_s(num_running, context_tokens) / 2 if num_running else 0.0)
         own = num_pending_tokens / max(1, num_prompts)
         num_steps = -(-num_pending_tokens // max(1, self.budget_tokens - num_running))
         decodes_s = num_running * self.decode_s + context_tokens * self.context_s
         prompts_s = num_pending_tokens * (self.token_s + own / 2 * self.attention_s)
-        return max(self.step_s * num_steps, prompts_s) + num_steps * decodes_s
+        return self.overhead_s + max(self.step_s * num_steps, prompts_s) + num_steps * decodes_s

@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES
+from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES, PrefixIndex
 from expediter.control.routing.base import Router
 from expediter.control.routing.caches import AskedCaches, CacheView, IndexedCaches
 from expediter.control.routing.conductor import EARLY_REJECTIONS, Conductor, EarlyRejection
@@ -20,10 +20,11 @@ from expediter.control.routing.parts import (
     ExploitOrExplore,
     FullestThatMeets,
     PredictedTtft,
+    SessionHome,
     TenantShare,
     TokensToCompute,
 )
-from expediter.control.routing.scored import Scored, Softmax
+from expediter.control.routing.scored import Filter, Scored, Softmax
 from expediter.control.routing.simple import LeastLoad, RoundRobin
 from expediter.control.routing.splitwise import Splitwise
 from expediter.core.errors import ConfigurationError
@@ -44,6 +45,8 @@ class RoutingConfig:
         max_relative_load: most requests of a replica as a multiple of the mean: `cache_aware`, `predicted_ttft`,
             `session`, `consistent_hash`.
         max_extra_requests: on top of that, but for `consistent_hash`.
+        keep_sessions: whether a session stays on its replica as long as that has no more than its share:
+            `cache_aware`, `predicted_ttft`.
         tenant_quantum_tokens: how far a tenant's work on one replica may be ahead of the others: `predicted_ttft`.
         prefill_weight, temperature: of `dynamo`.
         fetch_ratio: Mooncake's threshold for copying a prefix: the best hit as a multiple of a replica's own.
@@ -61,6 +64,7 @@ class RoutingConfig:
     index_max_bytes: int = DEFAULT_MAX_BYTES
     max_relative_load: float = 1.25
     max_extra_requests: float = 2.0
+    keep_sessions: bool = False
     tenant_quantum_tokens: int = 65_536
     prefill_weight: float = 1.0
     temperature: float = 0.0
@@ -85,40 +89,44 @@ class RoutingConfig:
                 raise ConfigurationError(f"{field} must be above 0, not {value}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigurationError(f"temperature must not be negative, not {self.temperature}")
-        self.caches()
+        self.index()
 
     def caches(self) -> CacheView:
         """Return fresh knowledge of prefixes."""
-        if self.prefix_knowledge == "exact":
-            return AskedCaches()
-        return IndexedCaches(self.index_block_tokens, self.index_max_bytes)
+        return AskedCaches() if self.prefix_knowledge == "exact" else IndexedCaches(self.index())
+
+    def index(self) -> PrefixIndex:
+        """Return an empty index of prefixes."""
+        return PrefixIndex(block_tokens=self.index_block_tokens, max_bytes=self.index_max_bytes)
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
 
-    def bound(self) -> BoundedShare:
-        return BoundedShare(self.max_relative_load, self.max_extra_requests)
+    def filters(self) -> list[Filter]:
+        """Return what bounds a replica's share, and keeps a session where it is inside of that."""
+        bound = BoundedShare(self.max_relative_load, self.max_extra_requests)
+        return [bound, SessionHome()] if self.keep_sessions else [bound]
 
 
-ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig], Router]]] = {
-    "round_robin": lambda _: RoundRobin(),
-    "random": lambda config: Random(config.rng()),
-    "least_load": lambda _: LeastLoad(),
-    "power_of_two": lambda config: PowerOfTwo(config.rng()),
-    "session": lambda config: Sessions(config.max_relative_load, config.max_extra_requests),
-    "consistent_hash": lambda config: ConsistentHash(config.max_relative_load),
-    "cache_aware": lambda config: Scored(config.caches(), TokensToCompute(), [config.bound()]),
-    "predicted_ttft": lambda config: Scored(
-        config.caches(), PredictedTtft(), [config.bound(), TenantShare(config.tenant_quantum_tokens)]
+ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig, CacheView], Router]]] = {
+    "round_robin": lambda *_: RoundRobin(),
+    "random": lambda config, _: Random(config.rng()),
+    "least_load": lambda *_: LeastLoad(),
+    "power_of_two": lambda config, _: PowerOfTwo(config.rng()),
+    "session": lambda config, _: Sessions(config.max_relative_load, config.max_extra_requests),
+    "consistent_hash": lambda config, _: ConsistentHash(config.max_relative_load),
+    "cache_aware": lambda config, caches: Scored(caches, TokensToCompute(), config.filters()),
+    "predicted_ttft": lambda config, caches: Scored(
+        caches, PredictedTtft(), [*config.filters(), TenantShare(config.tenant_quantum_tokens)]
     ),
-    "preble": lambda config: Scored(config.caches(), ExploitOrExplore()),
-    "dynamo": lambda config: Scored(
-        config.caches(), BlocksOfWork(config.prefill_weight), picker=Softmax(config.temperature, config.rng())
+    "preble": lambda _, caches: Scored(caches, ExploitOrExplore()),
+    "dynamo": lambda config, caches: Scored(
+        caches, BlocksOfWork(config.prefill_weight), picker=Softmax(config.temperature, config.rng())
     ),
-    "polyserve": lambda config: Scored(config.caches(), FullestThatMeets()),
-    "splitwise": lambda config: Splitwise(config.lend_above_tokens, config.lend_above_kv),
-    "mooncake": lambda config: Conductor(
-        config.caches(),
+    "polyserve": lambda _, caches: Scored(caches, FullestThatMeets()),
+    "splitwise": lambda config, _: Splitwise(config.lend_above_tokens, config.lend_above_kv),
+    "mooncake": lambda config, caches: Conductor(
+        caches,
         theta=config.fetch_ratio,
         early_rejection=config.early_rejection,
         decode_time_s=config.decode_time_s,
@@ -127,9 +135,13 @@ ROUTINGS: Final[Mapping[str, Callable[[RoutingConfig], Router]]] = {
 COPYING_ROUTINGS: Final = frozenset({"mooncake"})
 """Policies that ask for copies of prefixes."""
 SESSION_ROUTINGS: Final = frozenset({"session", "consistent_hash"})
-"""Those that look at a request's session."""
+"""Those that look at a request's session, whatever the thresholds."""
 
 
-def make_router(config: RoutingConfig) -> Router:
-    """Return a fresh router."""
-    return ROUTINGS[config.name](config)
+def make_router(config: RoutingConfig, caches: CacheView | None = None) -> Router:
+    """Return a fresh router.
+
+    Args:
+        caches: what it shall know of prefixes; None to find out for itself, as `config` says.
+    """
+    return ROUTINGS[config.name](config, config.caches() if caches is None else caches)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.control.fleet import Fleet
-from expediter.control.prefix_index import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BYTES, PrefixIndex, cached_tokens
+from expediter.control.prefix_index import PrefixIndex, cached_tokens
 from expediter.control.routing.base import RouteQuery
 from expediter.core.request import Request
 
@@ -32,11 +32,13 @@ class IndexedCaches:
     """What was sent where, in one `PrefixIndex`: for any engine, and a prompt is known before it is computed.
 
     Args:
-        block_tokens, max_bytes: of the index.
+        index: may be shared by the fleets of several models, if a replica has the same slot in all of them.
+        model: prompts of different models never share.
     """
 
-    def __init__(self, block_tokens: int = DEFAULT_BLOCK_TOKENS, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        self.index = PrefixIndex(block_tokens=block_tokens, max_bytes=max_bytes)
+    def __init__(self, index: PrefixIndex, model: str = "") -> None:
+        self.index = index
+        self._salt = f"{model}\0" if model else ""
         self._generation = 0
         self._stays: dict[int, int] = {}
         self._asked: tuple[Request | None, list[int]] = (None, [])
@@ -55,7 +57,7 @@ class IndexedCaches:
     def _keys(self, query: RouteQuery) -> list[int]:
         request = query.request
         if self._asked[0] is not request:
-            self._asked = request, self.index.keys(request.prompt, request.cache_salt)
+            self._asked = request, self.index.keys(request.prompt, self._salt + request.cache_salt)
         return self._asked[1]
 
     def _follow(self, fleet: Fleet) -> None:

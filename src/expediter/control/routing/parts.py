@@ -12,6 +12,7 @@ from expediter.control.fleet import Floats
 from expediter.control.routing.scored import Mask, View
 
 _MAX_TENANTS: Final = 4096
+_MAX_SESSIONS: Final = 1 << 16
 
 
 class _Forgetful:
@@ -84,6 +85,39 @@ class TenantShare:
             here = {each: tokens for each, tokens in served.items() if view.fleet.stay_at(each[1]) == each[0]}
             least = min(here.values()) if len(here) == len(view.new) else 0.0
             self._served[tenant] = {each: tokens - least for each, tokens in here.items() if tokens > least}
+
+
+class SessionHome:
+    """A session stays where its last request went, as long as other filters allow that.
+
+    The prompt's prefix says mostly the same; the session also says it when its KV is known by nothing else, and keeps
+    what a prefix does not show, such as an image that was encoded there.
+    """
+
+    because = "is not where its session is"
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+
+    def keep(self, view: View) -> Mask:
+        request, slots = view.query.request, view.columns.slots
+        if request.session:
+            stay, slot = self._homes.get((request.tenant, request.session), (0, 0))
+            if stay and view.fleet.num_slots > slot and view.fleet.stay_at(slot) == stay:
+                here: Mask = slots == slot
+                if here.any():
+                    return here
+        return np.ones(len(slots), np.bool_)
+
+    def placed(self, view: View, place: int) -> None:
+        request = view.query.request
+        if not request.session:
+            return
+        session, slot = (request.tenant, request.session), int(view.columns.slots[place])
+        self._homes[session] = view.fleet.stay_at(slot), slot
+        self._homes.move_to_end(session)
+        if len(self._homes) > _MAX_SESSIONS:
+            self._homes.popitem(last=False)
 
 
 class TokensToCompute(_Forgetful):

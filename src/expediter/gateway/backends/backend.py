@@ -1,0 +1,251 @@
+"""One backend, its load as the door counts it, and its dispatches."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+from expediter.control.fleet import ReplicaSnapshot
+from expediter.control.health import Failure
+from expediter.control.routing.base import Placement
+from expediter.control.speed import Speed
+from expediter.gateway.backends.config import Address, BackendConfig
+from expediter.telemetry.exchanges import Outcome
+
+_NEVER: Final = -1.0
+
+
+class Usage(NamedTuple):
+    """What a backend said of a request, in its own tokens.
+
+    Attributes:
+        num_cached_tokens: of the prompt; None if it did not say.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int | None = None
+
+
+class Kind(enum.Enum):
+    """Whose server a backend is, as far as it can be told."""
+
+    OWN = "own"
+    EXPEDITER = "expediter"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    LLAMA_CPP = "llama.cpp"
+    OTHER = "other"
+
+
+@dataclass(slots=True, eq=False)
+class Reported:
+    """What a backend's own metrics said when they were last read.
+
+    Attributes:
+        at_s: when they were asked for.
+        num_running, num_waiting: requests of everybody, not only ours.
+        kv_use: share of its KV cache that is in use, 0 to 1; None if it does not say.
+        num_others: requests there that this door did not send.
+    """
+
+    at_s: float
+    num_running: int
+    num_waiting: int
+    kv_use: float | None
+    num_others: int
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """One backend while it is known.
+
+    Attributes:
+        replica_id: its number in fleets; never used again for another.
+        authorization: value of the Authorization header that it wants, None for none.
+        models: that it serves now; empty before it was asked.
+        max_model_len: longest sequence in tokens that it takes, None if it does not say.
+        max_requests: most requests at once; None for no limit.
+        max_kv_tokens: tokens that its KV cache holds, None if it does not say.
+        is_draining: it gets no new requests.
+        is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
+        live: its dispatches that have not ended.
+        num_pending_tokens: of their prompts, not computed yet and not expected to be cached.
+        num_context_tokens: of all their prompts.
+        num_answered: of them, those whose prompt is computed.
+        progress_s: when it last sent anything of a response, or was first sent something after being idle.
+        reported: what its metrics said, if that is not too old.
+        outcomes: dispatches that have ended, by how.
+    """
+
+    replica_id: int
+    config: BackendConfig
+    name: str
+    address: Address
+    authorization: bytes | None = None
+    kind: Kind = Kind.OTHER
+    models: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    max_requests: int | None = None
+    max_kv_tokens: int | None = None
+    is_draining: bool = False
+    is_ready: Callable[[], bool] | None = None
+    live: set[Dispatch] = field(default_factory=set)
+    num_pending_tokens: int = 0
+    num_context_tokens: int = 0
+    num_answered: int = 0
+    progress_s: float = _NEVER
+    reported: Reported | None = None
+    num_dispatched: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_own(self) -> bool:
+        return self.kind is Kind.OWN
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were dispatched to it and have not ended."""
+        return len(self.live)
+
+    @property
+    def has_room(self) -> bool:
+        return self.max_requests is None or len(self.live) < self.max_requests
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it would take requests if it were well and had room."""
+        return not self.is_draining and (self.is_ready is None or self.is_ready())
+
+    def queue_s(self, speed: Speed) -> float:
+        """Return how long it takes until a new prompt's turn comes."""
+        num_waiting = len(self.live) - self.num_answered
+        num_context = self.num_context_tokens - self.num_pending_tokens
+        return speed.queue_s(self.num_pending_tokens, num_waiting, self.num_answered, num_context)
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """Return what a router sees of it."""
+        others = 0 if self.reported is None else self.reported.num_others
+        return ReplicaSnapshot(
+            replica_id=self.replica_id,
+            num_requests=len(self.live) + others,
+            num_pending_tokens=self.num_pending_tokens,
+            num_context_tokens=self.num_context_tokens,
+            num_running=self.num_answered + others,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStatus:
+    """What there is to know of one backend at one moment.
+
+    Attributes:
+        state: "up", "ejected", "probing", "draining", or "unknown" as long as it serves no model that we know of.
+        reported_age_s: of its own figures, None if there are none that count; the next three are None with it.
+        speed: as learned, None before that.
+        num_known_tokens: prompt tokens, as the door counts them, that it is taken to hold.
+        outcomes: dispatches that have ended, by how.
+    """
+
+    replica_id: int
+    name: str
+    url: str
+    kind: str
+    state: str
+    models: tuple[str, ...]
+    max_model_len: int | None
+    max_requests: int | None
+    num_in_flight: int
+    num_pending_tokens: int
+    reported_age_s: float | None
+    num_running: int | None
+    num_waiting: int | None
+    kv_use: float | None
+    speed: Speed | None
+    num_known_tokens: int
+    num_dispatched: int
+    outcomes: Mapping[str, int]
+
+
+class Chosen(NamedTuple):
+    """Who gets a request.
+
+    Attributes:
+        predicted_ttft_s: None as long as the backend's speed is not known.
+    """
+
+    backend: Backend
+    decision: Placement
+    model: str
+    predicted_ttft_s: float | None
+
+
+class Ending(NamedTuple):
+    """How a dispatch ended; exactly one of the first two is not None."""
+
+    outcome: Outcome | None
+    failure: Failure | None
+    usage: Usage | None
+
+
+class Book(Protocol):
+    """Keeps account of dispatches."""
+
+    def answered(self, dispatch: Dispatch, now_s: float) -> None:
+        """Hear of the first byte, once."""
+        ...
+
+    def over(self, dispatch: Dispatch, ending: Ending, now_s: float) -> None:
+        """Hear of the end, once."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """A request at a backend, from before its first byte is sent until it has ended. Made by `Backends.dispatched`.
+
+    Attributes:
+        num_tokens: of its prompt, as the door counts. `num_new`: of them, expected not to be cached.
+        num_ahead: tokens that were pending there before it.
+        num_beside: requests that ran there.
+        is_trial: it tries whether a backend that was ejected is well again.
+        progress_s: whoever copies the response sets this to the time of the last bytes; an attribute, for speed.
+        first_byte_s: of the response's body; None before.
+        is_settled: its prompt no longer counts as pending.
+    """
+
+    backend: Backend
+    model: str
+    is_stream: bool
+    at_s: float
+    num_tokens: int
+    num_new: int
+    num_ahead: int
+    num_beside: int
+    is_trial: bool
+    predicted_ttft_s: float | None
+    book: Book
+    progress_s: float
+    first_byte_s: float | None = None
+    is_settled: bool = False
+    is_over: bool = False
+
+    def first_byte(self, now_s: float) -> None:
+        """Say that the response's body has begun, with a status below 500. Later calls change nothing."""
+        self.progress_s = now_s
+        if self.first_byte_s is None and not self.is_over:
+            self.first_byte_s = now_s
+            self.book.answered(self, now_s)
+
+    def ended(self, how: Outcome | Failure, now_s: float, usage: Usage | None = None) -> None:
+        """Say that it is over: how the exchange went, or how the backend failed it. Later calls change nothing."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if isinstance(how, Failure):
+            self.book.over(self, Ending(None, how, usage), now_s)
+        else:
+            self.book.over(self, Ending(how, None, usage), now_s)

@@ -1,0 +1,220 @@
+"""The registry of backends: counts are exact, nobody who may not gets a request, and nobody is locked out."""
+
+import numpy as np
+import pytest
+
+from expediter.control.health import Failure
+from expediter.core.errors import ConfigurationError
+from expediter.core.request import Request
+from expediter.gateway.backends.backend import Chosen, Usage
+from expediter.gateway.backends.config import Address, BackendConfig
+from expediter.gateway.backends.registry import Backends, Busy, NobodyUp
+from expediter.telemetry.exchanges import Outcome
+
+
+class HandClock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+
+class Door:
+    """Backends, and dispatches by hand."""
+
+    def __init__(self, num_backends=4, models=("m",), **config):
+        self.clock = HandClock()
+        self.backends = Backends(clock=self.clock, environment={"KEY": "secret"})
+        self.rooms = 0
+        self.backends.on_room = self._room
+        for number in range(num_backends):
+            self.backends.add(BackendConfig(url=f"http://b{number}:80", name=f"b{number}", models=models, **config))
+
+    def _room(self):
+        self.rooms += 1
+
+    def choose(self, request=None, model="m", **fields):
+        return self.backends.choose(request or prompt(), model, self.clock.now_s, **fields)
+
+    def send(self, request=None, model="m", is_stream=True, **fields):
+        request = request or prompt()
+        chosen = self.choose(request, model, **fields)
+        assert isinstance(chosen, Chosen), chosen
+        return self.backends.dispatched(chosen, request, self.clock.now_s, is_stream=is_stream)
+
+    def fail(self, name, failure=Failure.STATUS_5XX, times=1):
+        """Let requests at one backend fail."""
+        others = [each.replica_id for each in self.backends if each.name != name]
+        for _ in range(times):
+            self.send(excluded=others).ended(failure, self.clock.now_s)
+
+
+def prompt(num_tokens=512, first=0, **fields):
+    return Request(request_id="r", prompt=np.arange(first, first + num_tokens, dtype=np.int32), max_tokens=16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://a:8000", Address("a", 8000)),
+        ("http://a:8000/v1/", Address("a", 8000)),
+        ("https://a/openai/v1", Address("a", 443, is_tls=True, base_path="/openai")),
+        ("http://[::1]:1", Address("::1", 1)),
+        ("unix:/run/x.sock", Address("localhost", 80, uds="/run/x.sock")),
+    ],
+)
+def test_addresses_are_read(url, address):
+    assert Address.of(url) == address
+
+
+@pytest.mark.parametrize(
+    "url", ["a:8000", "ftp://a", "http://", "http://u:p@a", "http://a?x=1", "unix:x", "http://a:b"]
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ConfigurationError):
+        BackendConfig(url=url)
+
+
+def test_an_unknown_model_has_nobody():
+    door = Door()
+    assert door.backends.models == ["m"]
+    assert not door.backends.knows("x")
+    assert isinstance(door.choose(model="x"), NobodyUp)
+
+
+def test_a_burst_is_counted_at_dispatch_and_spread():
+    door = Door()
+    sent = [door.send(prompt(first=1000 * number)).backend.name for number in range(12)]
+    assert sorted(sent.count(f"b{number}") for number in range(4)) == [3, 3, 3, 3]
+
+
+def test_counters_are_zero_when_everything_has_ended():
+    door = Door()
+    rng = np.random.default_rng(1)
+    live = []
+    for number in range(500):
+        dispatch = door.send(prompt(int(rng.integers(1, 900)), first=int(rng.integers(3))), is_stream=bool(number % 2))
+        live.append(dispatch)
+        if rng.random() < 0.5:
+            dispatch.first_byte(door.clock.now_s)
+        if rng.random() < 0.5:
+            ended = live.pop(int(rng.integers(len(live))))
+            how = Failure.BROKEN if rng.random() < 0.05 else Outcome.CLIENT_GONE if rng.random() < 0.5 else Outcome.OK
+            ended.ended(how, door.clock.now_s)
+            ended.ended(Outcome.OK, door.clock.now_s)
+            ended.first_byte(door.clock.now_s)
+        door.clock.now_s += 0.01
+    for dispatch in live:
+        dispatch.ended(Outcome.CLIENT_GONE, door.clock.now_s)
+    for backend in door.backends:
+        assert (backend.num_in_flight, backend.num_pending_tokens) == (0, 0)
+        assert (backend.num_context_tokens, backend.num_answered) == (0, 0)
+        assert backend.num_dispatched == sum(backend.outcomes.values())
+
+
+def test_who_is_full_is_passed_over_and_its_room_is_announced():
+    door = Door(2, max_requests=1)
+    first, _ = door.send(), door.send()
+    assert door.choose() == Busy()
+    assert door.rooms == 2  # when each of them was added
+    first.ended(Outcome.OK, 0.0)
+    assert door.rooms == 3
+    assert door.send().backend is first.backend
+
+
+def test_a_refused_connection_ejects_and_the_others_go_on():
+    door = Door()
+    door.fail("b0", Failure.CONNECT)
+    assert "b0" not in {door.send().backend.name for _ in range(20)}
+
+
+def test_four_hundred_thirty_are_nobodys_failure():
+    door = Door(1)
+    for _ in range(30):
+        dispatch = door.send()
+        dispatch.first_byte(0.0)
+        dispatch.ended(Outcome.CLIENT_ERROR, 0.0)
+    assert isinstance(door.choose(), Chosen)
+    assert door.backends.status()[0].state == "up"
+
+
+def test_when_all_fail_all_are_tried():
+    door = Door()
+    for _ in range(3):
+        for name in ("b0", "b1", "b2", "b3"):
+            door.fail(name, times=3)
+    assert {each.state for each in door.backends.status()} == {"ejected"}
+    assert isinstance(door.choose(), Chosen)
+    dispatch = door.send()
+    dispatch.first_byte(0.1)
+    assert [each.state for each in door.backends.status()].count("up") == 1
+
+
+def test_who_was_tried_already_is_not_tried_again():
+    door = Door(2)
+    first = door.send()
+    second = door.send(excluded={first.backend.replica_id})
+    assert second.backend is not first.backend
+    assert isinstance(door.choose(excluded={0, 1}), NobodyUp)
+    assert isinstance(door.choose(), Chosen)
+
+
+def test_drained_and_removed_backends_get_nothing_more():
+    door = Door(2)
+    dispatch = door.send()
+    door.backends.drain(dispatch.backend)
+    assert all(door.send().backend is not dispatch.backend for _ in range(4))
+    door.backends.remove(dispatch.backend)
+    assert len(list(door.backends)) == 1
+    dispatch.first_byte(0.0)
+    dispatch.ended(Outcome.OK, 0.0)
+    assert dispatch.backend.num_pending_tokens == 0
+    door.backends.add(BackendConfig(url="http://b9:80", models=("m", "n")))
+    assert door.backends.models == ["m", "n"]
+
+
+def test_names_are_unique_and_keys_come_from_the_environment():
+    door = Door(1)
+    with pytest.raises(ConfigurationError, match="already"):
+        door.backends.add(BackendConfig(url="http://other", name="b0"))
+    with pytest.raises(ConfigurationError, match="NO_SUCH is not set"):
+        door.backends.add(BackendConfig(url="http://other", api_key_env="NO_SUCH"))
+    assert door.backends.add(BackendConfig(url="http://other", api_key_env="KEY")).authorization == b"Bearer secret"
+
+
+def test_models_do_not_share_prefixes_but_share_load():
+    door = Door(2, models=("m", "n"))
+    first = door.send(model="m")
+    first.first_byte(0.0)
+    assert door.choose(model="m").decision.num_cached_tokens > 0
+    chosen = door.choose(model="n")
+    assert chosen.decision.num_cached_tokens == 0
+    assert chosen.backend is not first.backend
+
+
+def test_the_speed_of_a_backend_is_learned_and_predicts():
+    door, rng = Door(2), np.random.default_rng(0)
+    speeds = {"b0": 1e-4, "b1": 1e-3}
+    for number in range(200):
+        dispatch = door.send(prompt(int(rng.integers(100, 4000)), first=number * 10_000))
+        taken_s = 0.02 + speeds[dispatch.backend.name] * (dispatch.num_ahead + dispatch.num_new)
+        dispatch.first_byte(door.clock.now_s + taken_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s + taken_s, Usage(100, 10, 0))
+        door.clock.now_s += 5.0
+    learned = {each.name: each.speed for each in door.backends.status()}
+    for name, token_s in speeds.items():
+        assert learned[name].token_s == pytest.approx(token_s, rel=0.05)
+        assert learned[name].overhead_s == pytest.approx(0.02, rel=0.2)
+    chosen = door.choose(prompt(1000, first=-5000))
+    assert chosen.backend.name == "b0"
+    assert chosen.predicted_ttft_s == pytest.approx(0.12, rel=0.1)
+
+
+def test_an_own_pool_is_one_of_them_while_it_is_ready():
+    door, is_ready = Door(1), [True]
+    own = door.backends.add_own("own", ["m"], lambda: is_ready[0])
+    assert own.is_own
+    assert {door.send().backend.name for _ in range(4)} == {"b0", "own"}
+    is_ready[0] = False
+    assert {door.send().backend.name for _ in range(4)} == {"b0"}
