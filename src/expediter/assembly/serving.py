@@ -18,6 +18,7 @@ from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
+from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.middleware import Drain
 from expediter.gateway.reload import TenantReload
@@ -138,19 +139,20 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             if not starting.done():  # a signal came first
                 return
             hellos = starting.result()
-            service = Service(_gateway_config(config, hellos), supervisor, text, clock)
-            drain = Drain()
-            app = build_app(service, metrics, step_log, tenants, drain)
-            await serve_until_signal(
-                make_http_server(app),
-                sock,
-                supervisor,
-                drain,
-                signals,
-                shutdown_timeout_s=config.shutdown_timeout_s,
-                on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
-            )
-            service.close()
+            async with Grammars(config.model) as grammars:
+                service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
+                drain = Drain()
+                app = build_app(service, metrics, step_log, tenants, drain)
+                await serve_until_signal(
+                    make_http_server(app),
+                    sock,
+                    supervisor,
+                    drain,
+                    signals,
+                    shutdown_timeout_s=config.shutdown_timeout_s,
+                    on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
+                )
+                service.close()
         finally:
             for task in (starting, *reloading):
                 task.cancel()
