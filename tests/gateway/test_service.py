@@ -17,6 +17,7 @@ from expediter.core.request import CacheHint, Request, SamplingParams
 from expediter.core.slo import Slo
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import ChatBody, CompletionBody, decode_body
+from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.service import GatewayConfig, Service
 from expediter.gateway.terms import Terms
@@ -24,7 +25,9 @@ from expediter.scheduling.build import PolicyConfig
 
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 CHAT = msgspec.json.Decoder(ChatBody)
-TERMS = Terms(tenant="t", slo=Slo(ttft_s=0.5), slo_class="c", value=2.0, refuse_late=True)
+TERMS = Terms(
+    tenant="t", priority=-4, cache_salt="t/s", slo=Slo(ttft_s=0.5), slo_class="c", value=2.0, refuse_late=True
+)
 INFO = ServerInfo(
     preset="p",
     policy=PolicyConfig(),
@@ -42,7 +45,8 @@ INFO = ServerInfo(
 @pytest.fixture
 def service(model_folder: Path) -> Iterator[Service]:
     config = GatewayConfig(model_names=("m",), max_model_len=100, num_kv_tokens=64, info=INFO)
-    made = Service(config, None, Tokenizer.from_folder(model_folder), VirtualClock(7.0))  # type: ignore[arg-type]
+    text, grammars = Tokenizer.from_folder(model_folder), Grammars(model_folder)
+    made = Service(config, None, text, VirtualClock(7.0), grammars)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -50,20 +54,20 @@ def service(model_folder: Path) -> Iterator[Service]:
 def completion(service: Service, prompt: Any = "abc", **fields: Any) -> list[Request]:
     body = decode_body(msgspec.json.encode({"prompt": prompt, **fields}), COMPLETION)
     prompts = asyncio.run(service.completion_prompts(body))
-    return [choice.request for choice in service.completion(body, prompts, TERMS).choices]
+    return [choice.request for choice in service.completion(body, prompts, TERMS, None).choices]
 
 
 def chat(service: Service, **fields: Any) -> list[Request]:
     messages = [{"role": "user", "content": "abc"}]
     body = decode_body(msgspec.json.encode({"messages": messages, **fields}), CHAT)
     prompt = asyncio.run(service.chat_prompt(body.messages))
-    return [choice.request for choice in service.chat(body, prompt, TERMS).choices]
+    return [choice.request for choice in service.chat(body, prompt, TERMS, None).choices]
 
 
 def test_defaults(service: Service) -> None:
     (request,) = completion(service)
     assert request.prompt.tolist() == [97, 98, 99]
-    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (16, 0, 0, "")
+    assert (request.max_tokens, request.min_tokens) == (16, 0)
     assert request.stop_token_ids == (EOS,)
     assert request.sampling == SamplingParams()
     assert request.arrival_s == 7.0
@@ -78,7 +82,7 @@ def test_every_field(service: Service) -> None:
     fields = {
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.5},
         **{"presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"7": -2}, "max_tokens": 9, "min_tokens": 2},
-        **{"priority": -4, "cache_salt": "s", "cache_hint": {"pin_s": 30}, "stop_token_ids": [9, 8], "logprobs": 2},
+        **{"cache_hint": {"pin_s": 30}, "stop_token_ids": [9, 8], "logprobs": 2},
     }
     (request,) = completion(service, **fields)
     assert request.sampling == SamplingParams(
@@ -93,7 +97,7 @@ def test_every_field(service: Service) -> None:
         logit_bias=((7, -2.0),),
         logprobs=2,
     )
-    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (9, 2, -4, "s")
+    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (9, 2, -4, "t/s")
     assert request.cache_hint == CacheHint(pin_s=30.0)
     assert request.stop_token_ids == (8, 9, EOS)
     assert completion(service, ignore_eos=True, stop_token_ids=[9])[0].stop_token_ids == (9,)

@@ -1,0 +1,1 @@
+"""Routers beside each other before the same mock backends."""
