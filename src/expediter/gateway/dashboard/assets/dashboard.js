@@ -108,7 +108,7 @@
       goodput: {
         say: number,
         series: names.map((name, i) => ({ label: name || "everybody", stroke: `series-${i % 12}` })),
-        rows: (of) => names.map((name) => of.map((p) => (p?.tenants[name]?.met ?? 0) / feed.interval_s)),
+        rows: (of) => names.map((name) => smoothed(of.map((p) => (p?.tenants[name]?.met ?? 0) / feed.interval_s))),
       },
       hits: {
         say: share, max: 1,
@@ -117,6 +117,9 @@
       },
     };
   };
+
+  // A request ends now and then: over half a minute that is a rate.
+  const smoothed = (row) => row.map((_, i) => mean(row.slice(Math.max(i - 5, 0), i + 1)));
 
   const busiest = () => {
     const totals = new Map();
@@ -136,8 +139,8 @@
       width: box.clientWidth, height: 190, padding: [8, 12, 0, 0],
       scales: { y: { distr: definition.log ? 3 : 1, range: (u, low, high) => range(definition, low, high) } },
       axes: [
-        { ...axis, values: (u, splits) => splits.map((s) => clock(s).slice(0, 5)), space: 60, incrs: [60, 120, 300, 600] },
-        { ...axis, size: 62, values: (u, splits) => splits.map((v) => (v == null ? "" : definition.say(v))) },
+        { ...axis, size: 30, values: (u, splits) => splits.map((s) => clock(s).slice(0, 5)), space: 60, incrs: [60, 120, 300, 600] },
+        { ...axis, size: 62, ...(definition.log && { splits: (u, i, low, high) => decades(low, high), filter: (u, splits) => splits }), values: (u, splits) => splits.map((v) => (v == null ? "" : definition.say(v))) },
       ],
       series: [
         { label: "at", value: (u, v) => (v == null ? "–" : clock(v)) },
@@ -155,14 +158,24 @@
   const alone = (u, series) => {
     const row = u.data[series];
     const places = row.map((v, i) => (v != null && row[i - 1] == null && row[i + 1] == null ? i : -1)).filter((i) => i >= 0);
-    return places.length ? places : null;
+    return places;
   };
 
   const range = (definition, low, high) => {
     if (definition.max) return [0, definition.max];
     if (!definition.log) return [0, high > 0 ? high * 1.1 : 1];
-    if (low == null) return [0.01, 1];
-    return [low / 1.5, high * 1.5];
+    return low > 0 && high < Infinity ? [low / 1.5, high * 1.5] : [0.01, 1];
+  };
+
+  // 1, 2 and 5 of each power of ten; uPlot's own have ten lines of each.
+  const decades = (low, high) => {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      for (const digit of [1, 2, 5]) {
+        const value = digit * 10 ** power;
+        if (value >= low && value <= high) found.push(value);
+      }
+    return found;
   };
 
   const shapeOf = (definition, box) => JSON.stringify([definition.series, box.clientWidth, colour("ink")]);
