@@ -1,10 +1,11 @@
-"""The comparison before two vLLM servers: what it sends and what it makes of the answers; the servers are no part here."""
+"""The comparison before two vLLM servers: what it sends, and what it makes of the answers; without the servers."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from benchmarks.vllm_pair import P50, P99, Load, Turn, ratios
+
 from expediter.runtime.load_client import Outcome
 
 LOAD = Load(200, 4.0, 5, 64, num_own_tokens=8, num_output_tokens=2)
