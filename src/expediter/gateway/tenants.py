@@ -241,9 +241,9 @@ class Tenants:
     def of(self, authorization: bytes | None, x_api_key: bytes | None = None) -> Tenant | None:
         """Return who a request is from, by its headers `Authorization: Bearer KEY` or `X-Api-Key: KEY`; None: nobody.
 
-        Where nobody has a key, any is taken: many clients cannot do without. Where somebody has, a wrong one is nobody's,
-        even beside an anonymous tenant: its owner would take that one's limits for its own. So are two keys of different
-        tenants.
+        Where nobody has a key, any is taken: many clients cannot do without. Where somebody has, a wrong one is
+        nobody's, even beside an anonymous tenant: its owner would take that one's limits for its own. So are two keys
+        of different tenants.
         """
         book = self.book
         if not book.has_keys or (authorization is None and x_api_key is None):
