@@ -29,8 +29,7 @@ Floats = npt.NDArray[np.float64]
 _ROLES_OF: Final[dict[Side, tuple[Role, Role]]] = {"prefill": ("prefill", "mixed"), "decode": ("decode", "mixed")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSnapshot:
+class ReplicaSnapshot(NamedTuple):
     """What a router sees of one replica at one moment.
 
     Attributes:
@@ -103,9 +102,9 @@ class Columns(NamedTuple):
         slots: place of each in arrays over all slots of the fleet.
         requests, pending, context, running: as in `ReplicaSnapshot`, float64.
         queue_s: how long what was sent to it keeps it busy before a new prompt's turn comes.
+        last_dispatch: number of the last request that was sent there.
         step_s, token_s, attention_s, decode_s, context_s: of its `Speed`.
         max_kv: tokens that its KV cache holds; infinite if that is not known.
-        last_dispatch: number of the last request that was sent there.
     """
 
     slots: npt.NDArray[np.intp]
@@ -114,13 +113,13 @@ class Columns(NamedTuple):
     context: Floats
     running: Floats
     queue_s: Floats
+    last_dispatch: Floats
     step_s: Floats
     token_s: Floats
     attention_s: Floats
     decode_s: Floats
     context_s: Floats
     max_kv: Floats
-    last_dispatch: Floats
 
     def prefill_s(self, num_new: Floats, num_cached: Floats) -> Floats:
         """Return how long each replica computes `num_new` prompt tokens behind `num_cached` (`Speed.prefill_s`)."""
@@ -131,6 +130,10 @@ class Columns(NamedTuple):
         """Return the duration of a step of decodes with `num_more` more of `num_tokens` in all."""
         more_s = (self.running + num_more) * self.decode_s + (self.context + num_tokens) * self.context_s
         return self.step_s + more_s
+
+
+_NUM_LOADS: Final = Columns._fields.index("step_s") - 1
+"""Rows of the table that change with the load; the others change with the profile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +176,7 @@ class Fleet:
         self._num_dispatched = 0
         self._table: Floats = np.zeros((len(Columns._fields) - 1, 8))
         self._slots_of: dict[Side, npt.NDArray[np.intp]] = {}
+        self._columns_of: dict[Side, Columns] = {}
         self._num_requests: dict[Role, int] = dict.fromkeys(ROLES, 0)
 
     # ---- who is in it
@@ -199,14 +203,14 @@ class Fleet:
         self._by_slot.extend([None] * (slot + 1 - len(self._by_slot)))
         if self._by_slot[slot] is not None:
             raise InvariantError(f"slot {slot} is taken")
-        self.generation += 1
-        self._slots_of.clear()
+        self._changed()
         while slot >= self._table.shape[1]:
             self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
         snapshot = look()
         member = self._by_slot[slot] = _Member(self.generation, slot, profile, look, snapshot)
         self._members[replica_id] = member
         self._num_requests[profile.role] += snapshot.num_requests
+        self._take_profile(member)
         self._take(member)
 
     def leave(self, replica_id: int) -> None:
@@ -214,8 +218,7 @@ class Fleet:
         member = self._members.pop(replica_id, None)
         if member is None:
             return
-        self.generation += 1
-        self._slots_of.clear()
+        self._changed()
         self._marked.pop(replica_id, None)
         if not member.is_paused:
             self._withdraw(member)
@@ -229,8 +232,7 @@ class Fleet:
         member = self._members.get(replica_id)
         if member is not None and not member.is_paused:
             member.is_paused = True
-            self.generation += 1
-            self._slots_of.clear()
+            self._changed()
             self._withdraw(member)
 
     def resume(self, replica_id: int) -> None:
@@ -238,8 +240,7 @@ class Fleet:
         member = self._members.get(replica_id)
         if member is not None and member.is_paused:
             member.is_paused = False
-            self.generation += 1
-            self._slots_of.clear()
+            self._changed()
             member.snapshot = member.look()
             self._num_requests[member.profile.role] += member.snapshot.num_requests
             self._take(member)
@@ -283,7 +284,7 @@ class Fleet:
         return member.snapshot.replica_id
 
     def stay_at(self, slot: int) -> int:
-        """Return a number for the stay of whoever has a slot, unlike that of anybody who had it before; 0 if empty."""
+        """Return a number for the stay of whoever has a slot, unlike that of anybody before; 0 if nobody has it."""
         member = self._by_slot[slot]
         return 0 if member is None else member.sequence
 
@@ -295,6 +296,7 @@ class Fleet:
         member = self._members.get(replica_id)
         if member is not None:
             member.profile = replace(member.profile, speed=speed)
+            self._take_profile(member)
             self._marked[replica_id] = None
 
     # ---- their load
@@ -339,10 +341,14 @@ class Fleet:
     def columns(self, side: Side) -> Columns:
         """Return the loads of all who do that, valid until the fleet changes."""
         self._refresh()
-        slots = self.slots(side)
-        # Nobody is left out: no copy.
-        table = self._table[:, : len(slots)] if len(slots) == len(self._by_slot) else self._table[:, slots]
-        return Columns(slots, *table)
+        columns = self._columns_of.get(side)
+        if columns is None:
+            slots = self.slots(side)
+            if len(slots) < len(self._by_slot):
+                return Columns(slots, *self._table[:, slots])
+            # Nobody is left out: no copy, so these stay true until somebody comes or goes.
+            columns = self._columns_of[side] = Columns(slots, *self._table[:, : len(slots)])
+        return columns
 
     def _refresh(self) -> None:
         if not self._marked:
@@ -355,30 +361,40 @@ class Fleet:
                 self._take(member)
         self._marked.clear()
 
+    def _changed(self) -> None:
+        self.generation += 1
+        self._slots_of.clear()
+        self._columns_of.clear()
+
     def _withdraw(self, member: _Member) -> None:
         for load in self._loads:
             self._heaps[load, member.profile.role].remove(member)
         self._num_requests[member.profile.role] -= member.snapshot.num_requests
 
     def _take(self, member: _Member) -> None:
-        snapshot, speed = member.snapshot, member.profile.speed
+        snapshot, slot = member.snapshot, member.slot
         waiting, running, context = self._parts(snapshot)
-        self._table[:, member.slot] = (
+        self._table[:_NUM_LOADS, slot] = (
             snapshot.num_requests,
             snapshot.num_pending_tokens,
             snapshot.num_context_tokens,
             snapshot.num_running,
-            speed.queue_s(snapshot.num_pending_tokens, waiting, running, context),
+            member.profile.speed.queue_s(snapshot.num_pending_tokens, waiting, running, context),
+            member.last_dispatch,
+        )
+        for load in self._loads:
+            self._heaps[load, member.profile.role].put(member, _key(load, member))
+
+    def _take_profile(self, member: _Member) -> None:
+        speed, max_kv = member.profile.speed, member.profile.max_kv_tokens
+        self._table[_NUM_LOADS:, member.slot] = (
             speed.step_s,
             speed.token_s,
             speed.attention_s,
             speed.decode_s,
             speed.context_s,
-            np.inf if member.profile.max_kv_tokens is None else member.profile.max_kv_tokens,
-            member.last_dispatch,
+            np.inf if max_kv is None else max_kv,
         )
-        for load in self._loads:
-            self._heaps[load, member.profile.role].put(member, _key(load, member))
 
     @staticmethod
     def _parts(snapshot: ReplicaSnapshot) -> tuple[int, int, int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from expediter.control.fleet import Fleet
+from expediter.control.fleet import Fleet, Floats
 from expediter.control.prefix_index import PrefixIndex, cached_tokens
 from expediter.control.routing.base import RouteQuery
 from expediter.core.request import Request
@@ -16,8 +15,8 @@ from expediter.core.request import Request
 class CacheView(Protocol):
     """Says how much of a prompt each replica holds."""
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
-        """Return leading tokens of the prompt that need no computing, int64, shape [fleet.num_slots].
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Floats:
+        """Return leading tokens of the prompt that need no computing, float64, shape [fleet.num_slots].
 
         At least one token is always left to compute.
         """
@@ -43,10 +42,12 @@ class IndexedCaches:
         self._stays: dict[int, int] = {}
         self._asked: tuple[Request | None, list[int]] = (None, [])
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Floats:
         self._follow(fleet)
-        keys = self._keys(query)
-        return np.minimum(cached_tokens(self.index.match(keys), fleet.num_slots), query.num_prompt_tokens - 1)
+        found, num_tokens = self.index.match(self._keys(query)), query.num_prompt_tokens
+        if found and found[-1][0] == num_tokens:
+            found[-1] = num_tokens - 1, found[-1][1]
+        return cached_tokens(found, fleet.num_slots)
 
     def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
         self._follow(fleet)
@@ -82,8 +83,8 @@ class AskedCaches:
     A prompt that is on its way counts for nothing until it is computed. A replica that cannot be asked holds nothing.
     """
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
-        tokens = np.zeros(fleet.num_slots, np.int64)
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Floats:
+        tokens = np.zeros(fleet.num_slots)
         for replica_id in fleet.ids("prefill"):
             ask = fleet.profile(replica_id).cached_tokens
             if ask is not None:

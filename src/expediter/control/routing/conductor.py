@@ -67,7 +67,7 @@ class Conductor:
         decode = fleet.least(requests, "decode")
         if not len(columns.slots) or decode is None:
             return NO_REPLICA
-        cached = self.caches.cached(query, fleet)[columns.slots].astype(np.float64)
+        cached = self.caches.cached(query, fleet)[columns.slots]
         view = View(query, fleet, columns, cached, query.num_prompt_tokens - cached)
         costs, reused = self._first_token_s(view)
         place = self._least.pick(costs, view)

@@ -36,9 +36,11 @@ class BoundedShare(_Forgetful):
         self._relative = relative
         self._slack = slack
 
-    def keep(self, view: View) -> Mask:
+    def keep(self, view: View) -> Mask | None:
         requests, more = view.columns.requests, view.query.num_sequences
-        most = self._relative * (requests.sum() + more) / len(requests) + self._slack
+        most = self._relative * (view.fleet.num_requests("prefill") + more) / len(requests) + self._slack
+        if requests.max() + more <= most:
+            return None
         keep: Mask = requests + more <= max(most, requests.min() + more)
         return keep
 
@@ -62,12 +64,15 @@ class TenantShare:
         # Per tenant: tokens by stay and slot, beyond a level that all other replicas are at.
         self._served: OrderedDict[str, dict[tuple[int, int], float]] = OrderedDict()
 
-    def keep(self, view: View) -> Mask:
-        keep = np.ones(len(view.new), np.bool_)
+    def keep(self, view: View) -> Mask | None:
+        served = self._served.get(view.query.request.tenant)
+        if served is None:
+            return None
         slots = view.columns.slots
-        for (stay, slot), tokens in self._served.get(view.query.request.tenant, {}).items():
+        keep = np.ones(len(slots), np.bool_)
+        for (stay, slot), tokens in served.items():
             if tokens > self._quantum and view.fleet.stay_at(slot) == stay:
-                keep[slots.searchsorted(slot)] = False
+                keep &= slots != slot
         return keep
 
     def placed(self, view: View, place: int) -> None:
@@ -99,15 +104,13 @@ class SessionHome:
     def __init__(self) -> None:
         self._homes: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
 
-    def keep(self, view: View) -> Mask:
-        request, slots = view.query.request, view.columns.slots
-        if request.session:
-            stay, slot = self._homes.get((request.tenant, request.session), (0, 0))
-            if stay and view.fleet.num_slots > slot and view.fleet.stay_at(slot) == stay:
-                here: Mask = slots == slot
-                if here.any():
-                    return here
-        return np.ones(len(slots), np.bool_)
+    def keep(self, view: View) -> Mask | None:
+        request = view.query.request
+        home = self._homes.get((request.tenant, request.session)) if request.session else None
+        if home is None or home[0] != view.fleet.stay_at(home[1]):
+            return None
+        here: Mask = view.columns.slots == home[1]
+        return here
 
     def placed(self, view: View, place: int) -> None:
         request = view.query.request
@@ -157,9 +160,10 @@ class PredictedTtft(_Forgetful):
         return columns.queue_s + columns.prefill_s(view.new, view.cached) * (1 + columns.requests)
 
     def because(self, view: View, place: int) -> str:
-        queue_s = view.columns.queue_s[place]
-        own_s = view.columns.prefill_s(view.new, view.cached)[place]
-        hit = f", {view.cached[place]:.0f} tokens of it cached" if view.cached[place] else ""
+        queue_s, num_cached = float(view.columns.queue_s[place]), int(view.cached[place])
+        speed = view.fleet.profile(view.fleet.id_at(int(view.columns.slots[place]))).speed
+        own_s = speed.prefill_s(float(view.new[place]), num_cached)
+        hit = f", {num_cached} tokens of it cached" if num_cached else ""
         return f"its first token is expected after {queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
 
 

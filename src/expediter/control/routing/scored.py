@@ -18,9 +18,9 @@ Mask = npt.NDArray[np.bool_]
 _NUM_SHOWN: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request, and freezing costs more than its fields
 class View:
-    """A request before the replicas that could compute its prompt.
+    """A request before the replicas that could compute its prompt; nobody changes it.
 
     Attributes:
         columns: their loads, one entry per replica; all arrays of a decision have that order.
@@ -41,8 +41,8 @@ class Filter(Protocol):
     because: str
     """Why somebody may not, as a clause about it."""
 
-    def keep(self, view: View) -> Mask:
-        """Return who may, bool."""
+    def keep(self, view: View) -> Mask | None:
+        """Return who may, bool; None for everybody."""
         ...
 
     def placed(self, view: View, place: int) -> None:
@@ -78,10 +78,9 @@ class Least:
     """The least cost; of equals, who got a request longest ago."""
 
     def pick(self, costs: Floats, view: View) -> int:
-        place = int(costs.argmin())
-        lowest = costs[place]
-        equal = np.flatnonzero(costs <= lowest + 1e-9 * abs(lowest))
-        return place if len(equal) == 1 else int(equal[view.columns.last_dispatch[equal].argmin()])
+        lowest = costs.min()
+        since = np.where(costs <= lowest + 1e-9 * abs(lowest), view.columns.last_dispatch, np.inf)
+        return int(since.argmin())
 
 
 class Softmax:
@@ -128,7 +127,9 @@ class Scored(HandsOffToLeastLoaded):
         columns = fleet.columns("prefill")
         if not len(columns.slots):
             return NO_REPLICA
-        cached = self.caches.cached(query, fleet)[columns.slots].astype(np.float64)
+        cached = self.caches.cached(query, fleet)
+        if len(columns.slots) < len(cached):
+            cached = cached[columns.slots]
         view = View(query, fleet, columns, cached, query.num_prompt_tokens - cached)
         costs = self._scorer.costs(view)
         allowed, because = self._filtered(costs, view)
@@ -150,8 +151,10 @@ class Scored(HandsOffToLeastLoaded):
         because = ""
         for each in self._filters:
             keep = each.keep(view)
+            if keep is None:
+                continue
             left = np.where(keep, costs, np.inf)
-            if not np.isfinite(left).any():
+            if not left.min() < np.inf:
                 continue
             if not keep[costs.argmin()]:
                 because = f"; a better one {each.because}"
@@ -161,12 +164,9 @@ class Scored(HandsOffToLeastLoaded):
 
 def shown(view: View, costs: Floats, chosen: int) -> tuple[Candidate, ...]:
     """Return the chosen one and the best others, for who asks why."""
-    if len(costs) > _NUM_SHOWN:
-        best = np.argpartition(costs, _NUM_SHOWN - 1)[:_NUM_SHOWN]
-        best = best[costs[best].argsort(kind="stable")]
-    else:
-        best = costs.argsort(kind="stable")
-    places = [chosen, *(place for place in best.tolist() if place != chosen)][:_NUM_SHOWN]
-    return tuple(
-        Candidate(view.fleet.id_at(int(view.columns.slots[p])), float(costs[p]), int(view.cached[p])) for p in places
-    )
+    best = np.argpartition(costs, _NUM_SHOWN - 1)[:_NUM_SHOWN] if len(costs) > _NUM_SHOWN else np.arange(len(costs))
+    slots, cached, shown_costs = view.columns.slots[best].tolist(), view.cached[best].tolist(), costs[best].tolist()
+    rows = sorted(zip(shown_costs, best.tolist(), slots, cached, strict=True))
+    first = float(costs[chosen]), chosen, int(view.columns.slots[chosen]), float(view.cached[chosen])
+    rows = [first, *(row for row in rows if row[1] != chosen)]
+    return tuple(Candidate(view.fleet.id_at(slot), cost, int(held)) for cost, _, slot, held in rows[:_NUM_SHOWN])
