@@ -181,15 +181,14 @@ class PrefixIndex:
             self.num_bytes -= _NODE_BYTES
 
 
-def cached_tokens(found: PrefixHolders, num_slots: int) -> npt.NDArray[np.float64]:
-    """Return how many leading tokens each slot holds, float64 for arithmetic with costs, shape [num_slots]."""
-    tokens = np.zeros(num_slots)
-    for num_tokens, holders in found:
-        if holders & (holders - 1) == 0:
-            tokens[holders.bit_length() - 1] = num_tokens
-        else:
-            raw = np.frombuffer(holders.to_bytes((num_slots + 7) // 8, "little"), np.uint8)
-            tokens[np.unpackbits(raw, count=num_slots, bitorder="little").view(np.bool_)] = num_tokens
+def cached_tokens(found: PrefixHolders) -> dict[int, int]:
+    """Return how many leading tokens each slot holds; who is not in it holds none. Cost: one step per holder."""
+    tokens: dict[int, int] = {}
+    seen = 0
+    for num_tokens, holders in reversed(found):
+        for slot in _bits(holders & ~seen):
+            tokens[slot] = num_tokens
+        seen |= holders
     return tokens
 
 
