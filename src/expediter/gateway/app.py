@@ -79,7 +79,7 @@ class Api:
 
     async def completions(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _COMPLETION)
-        model = self._service.model_name(body.model)
+        model = self._service.model_name(body.model, _tenant(request))
         if body.echo and body.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: prompts have no logprobs here", "echo")
         prompts = await self._service.completion_prompts(body)
@@ -91,7 +91,7 @@ class Api:
 
     async def chat(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _CHAT)
-        model = self._service.model_name(body.model)
+        model = self._service.model_name(body.model, _tenant(request))
         prompt = await self._service.chat_prompt(body.messages)
         grammar = await self._service.grammar(body)
         generation = self._service.chat(body, prompt, self._terms(request, body), grammar)
@@ -100,16 +100,15 @@ class Api:
         return await self._respond(request, body, generation, form, model)
 
     async def models(self, request: HttpRequest) -> Response:
-        tenant = _tenant(request)
-        entries = [self._model(name) for name in self._service.config.model_names if tenant.may_use(name)]
+        entries = [self._model(name) for name in self._service.model_names(_tenant(request))]
         return _json({"object": "list", "data": entries})
 
     async def model(self, request: HttpRequest) -> Response:
-        return _json(self._model(self._service.model_name(request.path_params["name"])))
+        return _json(self._model(self._service.model_name(request.path_params["name"], _tenant(request))))
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _TOKENIZE)
-        self._service.model_name(body.model)
+        self._service.model_name(body.model, _tenant(request))
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is not None:
@@ -123,7 +122,7 @@ class Api:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _DETOKENIZE)
-        self._service.model_name(body.model)
+        self._service.model_name(body.model, _tenant(request))
         return _json({"prompt": await self._service.decode(body.tokens)})
 
     async def health(self, _: HttpRequest) -> Response:

@@ -26,11 +26,12 @@ from expediter.gateway.bodies import (
     Message,
     PinHint,
 )
-from expediter.gateway.errors import ApiError, bad_request
+from expediter.gateway.errors import ApiError, bad_request, no_such_model
 from expediter.gateway.generation import Choice, Generation
 from expediter.gateway.grammars import Grammars, spec_of
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.recent import RecentRequests
+from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms
 from expediter.runtime.supervisor import Supervisor
 
@@ -104,17 +105,21 @@ class Service:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def model_name(self, asked: str | None) -> str:
+    def model_names(self, tenant: Tenant) -> list[str]:
+        """Return the names that a tenant may use."""
+        return [name for name in self.config.model_names if tenant.may_use(name)]
+
+    def model_name(self, asked: str | None, tenant: Tenant) -> str:
         """Return the name to answer with.
 
         Raises:
-            ApiError: 404, there is no such model.
+            ApiError: 404, there is no such model for this tenant.
         """
-        if asked is None:
-            return self.config.model_names[0]
-        if asked not in self.config.model_names:
-            names = ", ".join(self.config.model_names)
-            raise ApiError(404, f"no such model; there is: {names}", param="model", code="model_not_found")
+        names = self.model_names(tenant)
+        if asked is None and names:
+            return names[0]
+        if asked not in names:
+            raise no_such_model(names)
         return asked
 
     # ---- prompts
