@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -57,6 +57,11 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """Return the error for input that can never work."""
     return ApiError(400, message, param=param)
+
+
+def no_such_model(names: Iterable[str]) -> ApiError:
+    """Return the error for a model that is not there, or not for this tenant: it is told the same."""
+    return ApiError(404, f"no such model; there is: {', '.join(names)}", param="model", code="model_not_found")
 
 
 def overloaded(message: str, code: str | None = None, retry_after_s: float = 1.0) -> ApiError:

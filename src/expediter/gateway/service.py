@@ -15,12 +15,13 @@ from expediter.engine.sampling_params import validate_sampling, validate_token_i
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import MAX_CHOICES, GenerationBody, PinHint
 from expediter.gateway.chat_body import ChatBody
-from expediter.gateway.errors import ApiError, bad_request
+from expediter.gateway.errors import ApiError, bad_request, no_such_model
 from expediter.gateway.generation import Choice, Generation
 from expediter.gateway.grammars import Grammars, spec_of
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.prompts import Prompt, Prompts
 from expediter.gateway.recent import RecentRequests
+from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms
 from expediter.gateway.tools.choice import ToolUse
 from expediter.gateway.tools.families import tool_format_of
@@ -117,17 +118,21 @@ class Service:
     def close(self) -> None:
         self.prompts.close()
 
-    def model_name(self, asked: str | None) -> str:
+    def model_names(self, tenant: Tenant) -> list[str]:
+        """Return the names that a tenant may use."""
+        return [name for name in self.config.model_names if tenant.may_use(name)]
+
+    def model_name(self, asked: str | None, tenant: Tenant) -> str:
         """Return the name to answer with.
 
         Raises:
-            ApiError: 404, there is no such model.
+            ApiError: 404, there is no such model for this tenant.
         """
-        if asked is None:
-            return self.config.model_names[0]
-        if asked not in self.config.model_names:
-            names = ", ".join(self.config.model_names)
-            raise ApiError(404, f"no such model; there is: {names}", param="model", code="model_not_found")
+        names = self.model_names(tenant)
+        if asked is None and names:
+            return names[0]
+        if asked not in names:
+            raise no_such_model(names)
         return asked
 
     async def grammar(self, body: GenerationBody, tools: ToolUse | None = None) -> Grammar | None:

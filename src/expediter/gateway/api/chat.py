@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from expediter.gateway.api.chunks import ChunkRendering
-from expediter.gateway.api.exchange import respond, terms_for
+from expediter.gateway.api.exchange import respond, tenant_of, terms_for
 from expediter.gateway.bodies import decode_body, read_body
 from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.generation import Delta
@@ -33,7 +33,7 @@ class ChatApi:
 
     async def complete(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _BODY)
-        model = self._service.model_name(body.model)
+        model = self._service.model_name(body.model, tenant_of(request))
         generation = await self._service.chat(body, terms_for(request, body))
         form = ChatFormat(self._service.text, len(generation.choices), body.num_alternatives)
         rendering = ChunkRendering(form, model, generation, body)

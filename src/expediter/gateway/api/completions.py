@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from expediter.core.plan import TokenLogprobs
 from expediter.gateway.api.chunks import ChunkRendering
-from expediter.gateway.api.exchange import respond, terms_for
+from expediter.gateway.api.exchange import respond, tenant_of, terms_for
 from expediter.gateway.bodies import MAX_CHOICES, MAX_N, GenerationBody, TokenId, decode_body, read_body
 from expediter.gateway.delivery import EventStream, respond_at_once
 from expediter.gateway.errors import ApiError, bad_request
@@ -54,7 +54,7 @@ class CompletionsApi:
 
     async def complete(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _BODY)
-        model = self._service.model_name(body.model)
+        model = self._service.model_name(body.model, tenant_of(request))
         _check(body)
         prompts = await self._prompts(body)
         terms = terms_for(request, body)

@@ -43,12 +43,11 @@ class StatusApi:
         ]
 
     async def models(self, request: HttpRequest) -> Response:
-        tenant = tenant_of(request)
-        entries = [self._model(name) for name in self._service.config.model_names if tenant.may_use(name)]
+        entries = [self._model(name) for name in self._service.model_names(tenant_of(request))]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: HttpRequest) -> Response:
-        return json_response(self._model(self._service.model_name(request.path_params["name"])))
+        return json_response(self._model(self._service.model_name(request.path_params["name"], tenant_of(request))))
 
     async def health(self, _: HttpRequest) -> Response:
         """Alive: the event loop answers. Says nothing of the replicas."""

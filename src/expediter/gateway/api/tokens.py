@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from expediter.gateway.api.exchange import json_response
+from expediter.gateway.api.exchange import json_response, tenant_of
 from expediter.gateway.bodies import TokenId, decode_body, read_body
 from expediter.gateway.chat_body import Message
 from expediter.gateway.errors import bad_request
@@ -53,7 +53,7 @@ class TokensApi:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _TOKENIZE)
-        self._service.model_name(body.model)
+        self._service.model_name(body.model, tenant_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         prompts = self._service.prompts
@@ -68,5 +68,5 @@ class TokensApi:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         body = decode_body(await read_body(request), _DETOKENIZE)
-        self._service.model_name(body.model)
+        self._service.model_name(body.model, tenant_of(request))
         return json_response({"prompt": await self._service.prompts.decode(body.tokens)})
