@@ -31,6 +31,7 @@ from expediter.runtime.replica_process import ReplicaProcess, to_its_end
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.streams import RequestStream
 from expediter.telemetry.metrics import ServerMetrics
+from expediter.telemetry.shown_backend import ShownBackend
 from expediter.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,10 @@ class Supervisor:
         """State of each replica by number."""
         return {replica.replica_id: replica.state for replica in self._replicas}
 
+    def shown(self) -> list[ShownBackend]:
+        """Return what is shown of each replica."""
+        return [replica.shown() for replica in self._replicas]
+
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each replica that has a process."""
@@ -286,11 +291,13 @@ class Supervisor:
         """Change the state; only who is up gets requests."""
         was_up, replica.state = replica.state is ReplicaState.UP, state
         if was_up and state is not ReplicaState.UP:
+            replica.stats = None
             self._dispatcher.leave(replica)
         elif state is ReplicaState.UP and not was_up:
             self._dispatcher.join(replica)
 
     def _show(self, replica: ManagedReplica, stats: Stats) -> None:
+        replica.stats = stats
         if stats.num_running != replica.num_running:
             replica.num_running = stats.num_running
             self._dispatcher.load_changed(replica)
