@@ -130,7 +130,7 @@ class Conductor:
         slo = query.slo
         if slo.ttft_s is not None and ttft_s > slo.ttft_s:
             message = f"the first token is expected after {ttft_s:.3f} s, the target is {slo.ttft_s:g} s"
-            return _refused(message, candidates)
+            return _refused(message, candidates, ttft_s - slo.ttft_s)
         if self._early_rejection == "none" or slo.tpot_s is None:
             return None
         why = self._why_too_slow(query, fleet, ttft_s)
@@ -212,5 +212,5 @@ def _why(step_s: float, kv_share: float, query: RouteQuery, when: str) -> str | 
     return None
 
 
-def _refused(message: str, candidates: tuple[Candidate, ...]) -> Refusal:
-    return Refusal(reason=RejectReason.OVERLOADED, message=message, candidates=candidates)
+def _refused(message: str, candidates: tuple[Candidate, ...], retry_after_s: float = 1.0) -> Refusal:
+    return Refusal(reason=RejectReason.OVERLOADED, message=message, candidates=candidates, retry_after_s=retry_after_s)
