@@ -19,7 +19,8 @@ from live_server import children_of, is_alive
 
 from expediter.core.errors import CapacityError, ConfigurationError
 from expediter.core.request import MAX_GRAMMAR_BYTES
-from expediter.gateway.bodies import ChatBody, decode_body
+from expediter.gateway.bodies import decode_body
+from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.errors import ApiError
 from expediter.gateway.grammars import GrammarLimits, Grammars, GrammarSpec, spec_of
 

@@ -111,6 +111,8 @@ def to_api_error(error: Exception) -> ApiError:
             return overloaded(str(error), retry_after_s=error.retry_after_s)
         case ReplicaError():
             return replica_lost()
+        case RecursionError():
+            return bad_request("the request is nested too deeply")
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     logger.error("internal error", exc_info=error)
