@@ -66,6 +66,9 @@ def exchange(**fields: Any) -> ExchangeRecord:
 class OwnPool:
     """Knows one request, by the gateway's id and by its own."""
 
+    def door_id(self, tenant: str, name: str) -> str:
+        return "req-1" if tenant == "alice" and name in ("req-1", "r-7", "cmpl-1") else ""
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 
@@ -79,11 +82,11 @@ def explanations(*records: ExchangeRecord, answers: Mapping[str, object] | None 
     for record in records:
         recent.record(record)
 
-    async def fetch(backend: str, path: str) -> object:
-        return (answers or {}).get(f"{backend}{path}")
+    async def ask(backend: str, request_id: str) -> object:
+        return (answers or {}).get(f"{backend}/{request_id}")
 
     pool = OwnPool() if own else None
-    return Explanations(Siblings(recent.find, lambda _: []), pool, fetch, lambda name: name == own)
+    return Explanations(Siblings(recent.find, lambda _: []), pool, ask, lambda name: name == own)
 
 
 def explain(of: Explanations, tenant: str, name: str) -> Any:
@@ -128,13 +131,15 @@ def test_joined_with_an_own_replica() -> None:
     (entry,) = explain(of, "alice", "mine")["requests"]
     assert entry == {"backend": "b0", "from_s": pytest.approx(0.6), **REPLICA}
     by_response = explain(of, "alice", "cmpl-1")
-    assert by_response["gateway"] == []
-    assert by_response["requests"] == [REPLICA]
+    assert [gateway["request_id"] for gateway in by_response["gateway"]] == ["req-1"]
+    assert by_response["requests"] == [entry]
+    forgotten = explain(explanations(own="b0"), "alice", "cmpl-1")
+    assert (forgotten["gateway"], forgotten["requests"]) == ([], [REPLICA])
 
 
 def test_joined_with_an_expediter_behind_it() -> None:
     inner = {"id": "req-1", "gateway": [{"request_id": "req-9", "spans": []}], "requests": [REPLICA]}
-    of = explanations(exchange(), answers={"b0/requests/req-1": inner})
+    of = explanations(exchange(), answers={"b0/req-1": inner})
     entries = explain(of, "alice", "mine")["requests"]
     assert [entry["request_id"] for entry in entries] == ["req-9", "r-7"]
     assert all(entry["backend"] == "b0" for entry in entries)
@@ -142,7 +147,7 @@ def test_joined_with_an_expediter_behind_it() -> None:
 
 @pytest.mark.parametrize("answer", [None, [], "text", {"error": {}}, {"requests": 5}, {"requests": [1]}])
 def test_whatever_a_backend_answers(answer: object) -> None:
-    of = explanations(exchange(), answers={"b0/requests/req-1": answer})
+    of = explanations(exchange(), answers={"b0/req-1": answer})
     assert explain(of, "alice", "mine")["requests"] == []
 
 

@@ -91,6 +91,18 @@ class Asker:
             return Failure.BROKEN
         return Failure.STATUS_5XX if status >= 500 else None
 
+    async def explanation(self, request_id: str) -> object:
+        """Return what it says of a request that it got from this door; None if it says nothing.
+
+        Args:
+            request_id: the door's.
+        """
+        try:
+            status, answer = await self._json(f"/requests/{request_id}")
+        except (aiohttp.ClientError, OSError, TimeoutError, ReplicaError):
+            return None
+        return answer if status == 200 else None
+
     async def _ask_sglang(self, found: Discovered) -> Discovered:
         for path in ("/server_info", "/get_server_info"):  # the newer name first
             status, answer = await self._json(path)
