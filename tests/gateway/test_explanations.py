@@ -82,8 +82,8 @@ def explanations(*records: ExchangeRecord, answers: Mapping[str, object] | None 
     for record in records:
         recent.record(record)
 
-    async def ask(backend: str, request_id: str) -> object:
-        return (answers or {}).get(f"{backend}/{request_id}")
+    async def ask(backend: str, path: str) -> object:
+        return (answers or {}).get(f"{backend}{path}")
 
     pool = OwnPool() if own else None
     return Explanations(Siblings(recent.find, lambda _: []), pool, ask, lambda name: name == own)
@@ -139,7 +139,7 @@ def test_joined_with_an_own_replica() -> None:
 
 def test_joined_with_an_expediter_behind_it() -> None:
     inner = {"id": "req-1", "gateway": [{"request_id": "req-9", "spans": []}], "requests": [REPLICA]}
-    of = explanations(exchange(), answers={"b0/req-1": inner})
+    of = explanations(exchange(), answers={"b0/requests/req-1": inner})
     entries = explain(of, "alice", "mine")["requests"]
     assert [entry["request_id"] for entry in entries] == ["req-9", "r-7"]
     assert all(entry["backend"] == "b0" for entry in entries)
@@ -147,7 +147,7 @@ def test_joined_with_an_expediter_behind_it() -> None:
 
 @pytest.mark.parametrize("answer", [None, [], "text", {"error": {}}, {"requests": 5}, {"requests": [1]}])
 def test_whatever_a_backend_answers(answer: object) -> None:
-    of = explanations(exchange(), answers={"b0/req-1": answer})
+    of = explanations(exchange(), answers={"b0/requests/req-1": answer})
     assert explain(of, "alice", "mine")["requests"] == []
 
 

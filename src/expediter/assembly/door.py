@@ -38,7 +38,9 @@ from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.supervisor import Supervisor
 from expediter.telemetry.exchanges import ExchangeRecord
+from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.process_place import ALONE
+from expediter.telemetry.shown_backend import ShownBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +114,21 @@ class FrontDoor:
         file, clock = config.file, MonotonicClock()
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
-        self.backends = Backends(clock=clock, routing=config.routing, environment=os.environ)
+        metrics = GatewayMetrics(registry, self._shown, policy=config.routing.name, place=ALONE)
+        self.backends = Backends(clock=clock, routing=config.routing, environment=os.environ, events=metrics)
         self._watcher = Watcher(self.backends, clock)
         self._observing = Observing(
             config.observing,
             registry=registry,
+            metrics=metrics,
             backends=self.backends,
             own=None if own is None else own.seen(),
-            policy=config.routing.name,
             slo_classes=file.slo_classes,
             live=self._live,
-            ask=self._watcher.explanation,
+            ask=self._watcher.fetch_json,
             shows_all=lambda: not tenants.book.has_keys,
             place=ALONE,
         )
-        metrics = self._observing.metrics
         limits = TenantLimits(tenants.limits)
         room = WaitingRoom(file.queue, tenants.weights, clock, metrics)
         self.door_parts = DoorParts(
@@ -154,6 +156,9 @@ class FrontDoor:
             room.reweigh(tenants.weights)
 
         tenants.on_change(tenants_changed)
+
+    def _shown(self) -> list[ShownBackend]:
+        return self._observing.shown()
 
     def _live(self, tenant: str, name: str) -> list[ExchangeRecord]:
         return self.door.live(tenant, name)

@@ -66,7 +66,7 @@ class Observing:
 
     Args:
         registry: of all metrics of this process.
-        policy: name of the routing.
+        metrics: those of the gateway, in the registry.
         live: the requests under way that a tenant means by a name.
         ask: a foreign backend what held a request.
         shows_all: whether the main listener may show everybody's figures to whoever asks.
@@ -79,26 +79,23 @@ class Observing:
         config: ObservingConfig,
         *,
         registry: CollectorRegistry,
+        metrics: GatewayMetrics,
         backends: Backends,
         own: OwnPoolSeen | None,
-        policy: str,
         slo_classes: Mapping[str, SloClass],
         live: Callable[[str, str], list[ExchangeRecord]],
         ask: AskBackend,
         shows_all: Callable[[], bool],
         place: ProcessPlace,
     ) -> None:
-        def shown() -> list[ShownBackend]:
-            foreign = [_shown(status) for status in backends.status() if own is None or status.name != own.name]
-            return foreign if own is None else [*own.shown(), *foreign]
-
-        self.metrics = GatewayMetrics(registry, shown, policy=policy, place=place)
+        self._backends = backends
+        self._own = own
         history, recent = History(), RecentExchanges()
         self._siblings = Siblings(
             lambda tenant, name: [*live(tenant, name), *recent.find(tenant, name)], history.since, place
         )
         self._tracing = None if config.otlp_traces_endpoint is None else _tracing(config.otlp_traces_endpoint)
-        self.sinks: list[ExchangeSink] = [self.metrics, history, recent]
+        self.sinks: list[ExchangeSink] = [metrics, history, recent]
         if config.log_format == "json":
             self.sinks.append(RequestLog(PROCESS))
         if self._tracing is not None:
@@ -111,8 +108,8 @@ class Observing:
         )
         feeder = Feeder(
             self._siblings,
-            self.metrics.at_gateway,
-            shown,
+            metrics.at_gateway,
+            self.shown,
             lambda: backends.models,
             slo_classes,
             SlowReasons(explanations),
@@ -124,6 +121,12 @@ class Observing:
     def tracer(self) -> Tracer | None:
         """Who chooses the ids of spans; None if no traces are kept."""
         return self._tracing
+
+    def shown(self) -> list[ShownBackend]:
+        """Return what is shown of each backend, and of each of the server's own replicas."""
+        own = self._own
+        foreign = [_shown(status) for status in self._backends.status() if own is None or status.name != own.name]
+        return foreign if own is None else [*own.shown(), *foreign]
 
     async def start(self) -> None:
         """Answer the other processes."""

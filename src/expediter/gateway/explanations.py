@@ -31,7 +31,7 @@ class OwnReplicas(Protocol):
 
 
 AskBackend = Callable[[str, str], Awaitable[object]]
-"""Returns the JSON in which a backend, by its name, explains a request by the gateway's id; None if it gives none."""
+"""Returns the JSON that a backend, by its name, has at a path; None if it is no Expediter, or gives none in time."""
 
 
 class Pool:
@@ -97,7 +97,7 @@ class Explanations:
         if self._is_own(last.backend):
             entries = await self.own_entries(record)
         elif self._ask is not None:
-            entries = _entries(await self._ask(last.backend, record.request_id))
+            entries = _entries(await self._ask(last.backend, f"/requests/{record.request_id}"))
         else:
             entries = []
         return [_begin(record) | entry for entry in entries]

@@ -91,13 +91,16 @@ class Watcher:
             await watched.asker.close()
         self._watched.clear()
 
-    async def explanation(self, name: str, request_id: str) -> object:
-        """Return what a backend says of a request; None if it is no Expediter, or says nothing."""
+    async def fetch_json(self, name: str, path: str) -> object | None:
+        """Ask another Expediter behind us for something; None if it is none, or does not answer in time."""
         backend = self._backends.named(name)
         watched = None if backend is None else self._watched.get(backend.replica_id)
         if backend is None or watched is None or backend.kind is not Kind.EXPEDITER:
             return None
-        return await watched.asker.explanation(request_id)
+        try:
+            return await watched.asker.json(path)
+        except _UNREACHED:
+            return None
 
     # ---- one backend
 
