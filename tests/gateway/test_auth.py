@@ -10,7 +10,7 @@ import pytest
 from live_server import LiveServer, start_fake_server
 
 from expediter.gateway.app import own_routes
-from expediter.gateway.auth import OPEN_PATHS
+from expediter.gateway.door.door import OPEN_PATHS
 from expediter.gateway.tenants import TenantBook
 
 KEYS = ("secret-one", "secret-two")

@@ -154,7 +154,7 @@ def _finish_reason(ended: Finished | Rejected) -> str:
         case FinishReason.ABORT:
             raise ApiError(500, "the request was aborted", type="server_error", code="aborted")
         case FinishReason.ERROR:
-            raise replica_lost()
+            raise bad_request(ended.message) if ended.message else replica_lost()
 
 
 class Generation:

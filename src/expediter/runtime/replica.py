@@ -35,6 +35,8 @@ class ManagedReplica:
         num_context_tokens: of all prompts in flight.
         stats: of its last turn; None while it is not up.
         turn_age_s: how long its loop has been in the current turn, as of its last frame.
+        starting_s: when its newest process was started, or the next one will be.
+        start_took_s: from there until the newest one that came up was up; None before the first.
     """
 
     spec: ReplicaSpec
@@ -52,6 +54,8 @@ class ManagedReplica:
     last_frame_s: float = 0.0
     turn_age_s: float = 0.0
     up_since_s: float = 0.0
+    starting_s: float = 0.0
+    start_took_s: float | None = None
     num_deaths_in_a_row: int = 0
 
     @property
@@ -67,6 +71,12 @@ class ManagedReplica:
             num_context_tokens=self.num_context_tokens,
             num_running=self.num_running,
         )
+
+    def up_in_s(self, now_s: float) -> float:
+        """Return in how many seconds it is likely to take requests, by how long its last start took."""
+        if self.state is ReplicaState.UP:
+            return 0.0
+        return max(0.0, self.starting_s + (self.start_took_s or 0.0) - now_s)
 
     def shown(self) -> ShownBackend:
         """Return what is shown of it."""

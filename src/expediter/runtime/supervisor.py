@@ -160,7 +160,7 @@ class Supervisor:
             CapacityError: no replica is up, or the server is shutting down.
         """
         if self._draining:
-            raise CapacityError("the server is shutting down")
+            raise CapacityError("the server is shutting down", retry_after_s=self.start_took_s)
         return self._dispatcher.submit(requests, wake)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -184,7 +184,8 @@ class Supervisor:
             async with asyncio.timeout(timeout_s):
                 answers = await asyncio.gather(*waits)
         except TimeoutError as error:
-            raise CapacityError("the replica is busy and did not answer in time") from error
+            message = "the replica is busy and did not answer in time"
+            raise CapacityError(message, retry_after_s=timeout_s) from error
         told = next((answer for answer in answers if answer is not None), None)
         return self._dispatcher.explained(request_id, told)
 
@@ -210,6 +211,11 @@ class Supervisor:
         return not self._draining and any(replica.state is ReplicaState.UP for replica in self._replicas)
 
     @property
+    def start_took_s(self) -> float:
+        """How long the replicas took to start the last time: what a server that takes this one's place will need."""
+        return max((replica.start_took_s or 0.0 for replica in self._replicas), default=0.0)
+
+    @property
     def num_in_flight(self) -> int:
         return self._dispatcher.num_in_flight
 
@@ -226,12 +232,15 @@ class Supervisor:
                 replica.num_deaths_in_a_row = 0
             backoff_s = self._config.min_backoff_s * 2.0 ** min(replica.num_deaths_in_a_row, 32)
             replica.num_deaths_in_a_row += 1
-            await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
+            backoff_s = min(backoff_s, self._config.max_backoff_s)
+            replica.starting_s = self._clock.now() + backoff_s
+            await asyncio.sleep(backoff_s)
             replica.metrics.count_restart()
 
     async def _run_incarnation(self, replica: ManagedReplica) -> int:
         """Start the replica and pass its events on until it is gone; return its exit code."""
         self._set_state(replica, ReplicaState.STARTING)
+        replica.starting_s = self._clock.now()
         try:
             process = await ReplicaProcess.start(self._command, replica.spec)
         except OSError:
@@ -261,6 +270,7 @@ class Supervisor:
             case Hello():
                 replica.hello = frame
                 replica.up_since_s = self._clock.now()
+                replica.start_took_s = replica.up_since_s - replica.starting_s
                 self._set_state(replica, ReplicaState.UP)
                 replica.metrics.set_up(True)
                 if all(other.state is ReplicaState.UP for other in self._replicas):

@@ -14,7 +14,7 @@ from expediter.gateway.bodies import TermsBody
 from expediter.gateway.delivery import EventStream, respond_at_once
 from expediter.gateway.errors import ApiError, to_api_error
 from expediter.gateway.generation import Generation
-from expediter.gateway.middleware import client_request_id
+from expediter.gateway.http.wire import client_request_id
 from expediter.gateway.rendering import Rendering
 from expediter.gateway.service import Service
 from expediter.gateway.tenants import Tenant
@@ -43,7 +43,7 @@ async def respond(
         ClientGoneError: nobody is there to read it.
     """
     generation.submit()
-    own = client_request_id(request.scope)
+    own = client_request_id(request.headers.raw)
     names = [rendering.response_id] if own is None else [rendering.response_id, own.decode("ascii")]
     ids = [choice.request.request_id for choice in generation.choices]
     service.recent.remember(tenant_of(request).name, names, ids)

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from expediter import __version__
 from expediter.core.explanation import Span
 from expediter.gateway.api.exchange import json_response, tenant_of
+from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, bad_request
-from expediter.gateway.middleware import Drain
 from expediter.gateway.service import Service
 from expediter.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 from expediter.telemetry.step_log import StepLog
