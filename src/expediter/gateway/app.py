@@ -11,6 +11,8 @@ from starlette.routing import Route
 from expediter.core.errors import ExpediterError
 from expediter.gateway.api.chat import ChatApi
 from expediter.gateway.api.completions import CompletionsApi
+from expediter.gateway.api.messages import MessagesApi
+from expediter.gateway.api.responses import ResponsesApi
 from expediter.gateway.api.status import StatusApi
 from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
@@ -25,6 +27,8 @@ def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]
     apis = (
         CompletionsApi(service),
         ChatApi(service),
+        ResponsesApi(service),
+        MessagesApi(service),
         TokensApi(service),
         StatusApi(service, step_log, drain),
     )
