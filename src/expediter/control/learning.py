@@ -73,15 +73,18 @@ class LearnedTtft:
     def __init__(self) -> None:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
         self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
-        self._num_offered = 0
+        self._num_offered = self._num_seen = 0
+
+    def wants(self) -> bool:
+        """Return whether the next answer is to be learned from; ask once for each."""
+        self._num_offered += 1
+        return self._num_offered <= _SPARSE_AFTER or self._num_offered % _EVERY == 0
 
     def observe(self, answer: Answer) -> Speed | None:
-        """Learn from an answer; return the speed if something new is known, None in between."""
+        """Learn from an answer; return the speed if enough is known, None before."""
         if not 0 < answer.elapsed_s < math.inf:
             return None
-        self._num_offered += 1
-        if self._num_offered > _SPARSE_AFTER and self._num_offered % _EVERY:
-            return None
+        self._num_seen += 1
         row = np.array((1.0, answer.num_ahead + answer.num_new, answer.num_beside, answer.num_output))
         row *= _SCALE / answer.elapsed_s
         error = 1.0 - float(row @ self._weights)
@@ -91,7 +94,12 @@ class LearnedTtft:
         if doubt > _NO_DOUBT:
             kept = _FORGETTING - (1 - _FORGETTING) / doubt
             self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
-        return self.speed() if self._num_offered >= _FIRST_ANSWERS else None
+        return self.speed() if self.is_enough else None
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether enough was seen for `speed` to say something."""
+        return self._num_seen >= _FIRST_ANSWERS
 
     def speed(self) -> Speed:
         """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
