@@ -11,6 +11,8 @@ from starlette.routing import Route
 from expediter.core.errors import ExpediterError
 from expediter.gateway.api.chat import ChatApi
 from expediter.gateway.api.completions import CompletionsApi
+from expediter.gateway.api.messages import MessagesApi
+from expediter.gateway.api.responses import ResponsesApi
 from expediter.gateway.api.status import StatusApi
 from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
@@ -26,6 +28,8 @@ def own_routes(service: Service, metrics: ServerMetrics, step_log: StepLog, drai
     apis = (
         CompletionsApi(service),
         ChatApi(service),
+        ResponsesApi(service),
+        MessagesApi(service),
         TokensApi(service),
         StatusApi(service, metrics, step_log, drain),
     )

@@ -434,8 +434,6 @@ class Backends:
         entry = self._entries.get(dispatch.backend.replica_id)
         if entry is None or dispatch.first_byte_s is None or (usage is None and not dispatch.is_stream):
             return
-        if not entry.learned.wants():
-            return
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
             if usage.num_cached_tokens is not None and usage.num_prompt_tokens > 0:
