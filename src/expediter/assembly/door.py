@@ -84,6 +84,8 @@ class OwnPool:
         app: their API.
         models: names that clients may use for what they serve.
         registry: of their metrics.
+        max_requests: that they have at once, running and waiting; more wait in the central queue.
+        ordering: of their queues; that of the central queue, too, unless the file says another.
     """
 
     name: str
@@ -91,6 +93,8 @@ class OwnPool:
     models: Sequence[str]
     supervisor: Supervisor
     registry: CollectorRegistry
+    max_requests: int
+    ordering: str
 
 
 class FrontDoor:
@@ -104,7 +108,8 @@ class FrontDoor:
         self._watcher = Watcher(self.backends, clock)
         metrics = GatewayMetrics(registry, policy=config.routing.name)
         limits = TenantLimits(tenants.limits)
-        room = WaitingRoom(file.queue, tenants.weights, clock, metrics)
+        queue = file.queue if own is None else file.queue.or_ordering(own.ordering)
+        room = WaitingRoom(queue, tenants.weights, clock, metrics)
         self.door_parts = DoorParts(
             backends=self.backends,
             limits=limits,
@@ -118,7 +123,13 @@ class FrontDoor:
         for backend in config.all_backends:
             self.backends.add(backend)
         if own is not None:
-            self.backends.add_own(own.name, own.models, lambda: own.supervisor.is_ready)
+            self.backends.add_own(
+                own.name,
+                own.models,
+                lambda: own.supervisor.is_ready,
+                up_in_s=own.supervisor.up_in_s,
+                max_requests=own.max_requests,
+            )
         app = build_pages(self.backends, drain, [], None if own is None else own.app)
         if own is not None and not config.all_backends:
             app = own.app
