@@ -70,6 +70,7 @@ class Backend:
         max_model_len: longest sequence in tokens that it takes, None if it does not say.
         max_requests: most requests at once; None for no limit.
         max_kv_tokens: tokens that its KV cache holds, None if it does not say.
+        num_cache_tokens: that its KV cache keeps, as its events say, in its own tokens; None if they do not.
         is_draining: it gets no new requests.
         is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
         live: its dispatches that have not ended.
@@ -91,6 +92,7 @@ class Backend:
     max_model_len: int | None = None
     max_requests: int | None = None
     max_kv_tokens: int | None = None
+    num_cache_tokens: int | None = None
     is_draining: bool = False
     is_ready: Callable[[], bool] | None = None
     live: set[Dispatch] = field(default_factory=set)
@@ -151,6 +153,7 @@ class BackendStatus:
         state: "up", "ejected", "probing", "draining", or "unknown" as long as it serves no model that we know of.
         reported_age_s: of its own figures, None if there are none that count; the next three are None with it.
         speed: as learned, None before that.
+        num_cache_tokens: that its KV cache keeps, as its events say; None if they do not.
         num_known_tokens: prompt tokens, as the door counts them, that it is taken to hold.
         outcomes: dispatches that have ended, by how.
     """
@@ -170,6 +173,7 @@ class BackendStatus:
     num_waiting: int | None
     kv_use: float | None
     speed: Speed | None
+    num_cache_tokens: int | None
     num_known_tokens: int
     num_dispatched: int
     outcomes: Mapping[str, int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -62,10 +63,19 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """What is kept of a backend.
+
+    Attributes:
+        slot: its place in fleets and in the index.
+        learned_s: when its speed was last heard of.
+        tokens_ratio: tokens of prompts as the door counts them for each one of its own, smoothed.
+    """
+
     backend: Backend
     slot: int
     learned: LearnedTtft = field(default_factory=LearnedTtft)
     learned_s: float = 0.0
+    tokens_ratio: float = 1.0
     profile: ReplicaProfile = field(default_factory=ReplicaProfile)
 
 
@@ -135,8 +145,11 @@ class Backends:
         """Take a backend in. It gets requests as soon as its models are known, at once if the configuration says them.
 
         Raises:
-            ConfigurationError: its name is taken, or the variable with its key is not set.
+            ConfigurationError: its name is taken, the variable with its key is not set, or what its KV events need is
+                not installed.
         """
+        if config.kv_events and find_spec("zmq") is None:
+            raise ConfigurationError(f"backend {config.url!r}: kv_events needs pip install 'expediter[kv-events]'")
         authorization = None
         if config.api_key_env:
             key = self._environment.get(config.api_key_env, "")
@@ -206,6 +219,13 @@ class Backends:
         """Say what a backend's metrics said, or None that they are too old to count."""
         backend.reported = reported
         self._mark(backend)
+
+    def holds(self, backend: Backend, num_tokens: int, *, has_dropped: bool) -> None:
+        """Say what a backend's cache holds, in its own tokens; once it drops something, it holds no more than that."""
+        entry = self._entries.get(backend.replica_id)
+        backend.num_cache_tokens = num_tokens
+        if entry is not None and has_dropped:
+            self._index.limit(entry.slot, round(num_tokens * entry.tokens_ratio))
 
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
@@ -436,6 +456,8 @@ class Backends:
             return
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
+            if usage.num_prompt_tokens > 0:
+                entry.tokens_ratio += 0.05 * (dispatch.num_tokens / usage.num_prompt_tokens - entry.tokens_ratio)
             if usage.num_cached_tokens is not None and usage.num_prompt_tokens > 0:
                 share = 1 - min(1.0, usage.num_cached_tokens / usage.num_prompt_tokens)
                 num_new = round(dispatch.num_tokens * share)
@@ -495,6 +517,7 @@ class Backends:
             num_waiting=None if reported is None else reported.num_waiting,
             kv_use=None if reported is None else reported.kv_use,
             speed=entry.profile.speed if entry.profile.speed.is_known else None,
+            num_cache_tokens=backend.num_cache_tokens,
             num_known_tokens=self._index.num_held_tokens(entry.slot),
             num_dispatched=backend.num_dispatched,
             outcomes=dict(backend.outcomes),

@@ -58,7 +58,7 @@ class WatchConfig:
 @dataclass(slots=True, eq=False)
 class _Watched:
     asker: Asker
-    task: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
     doubted_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
@@ -83,7 +83,7 @@ class Watcher:
 
     async def stop(self) -> None:
         """End; nothing runs on."""
-        tasks = [*self._tasks, *(each.task for each in self._watched.values() if each.task is not None)]
+        tasks = [*self._tasks, *(task for each in self._watched.values() for task in each.tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,12 +205,16 @@ class Watcher:
         for replica_id, backend in here.items():
             if replica_id not in self._watched:
                 self._watched[replica_id] = watched = _Watched(Asker(backend))
-                watched.task = asyncio.create_task(self._look_after(backend, watched))
+                watched.tasks.append(asyncio.create_task(self._look_after(backend, watched)))
+                if backend.config.kv_events:
+                    from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
+
+                    watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
 
     async def _leave(self, watched: _Watched) -> None:
-        if watched.task is not None:
-            watched.task.cancel()
-            await asyncio.gather(watched.task, return_exceptions=True)
+        for task in watched.tasks:
+            task.cancel()
+        await asyncio.gather(*watched.tasks, return_exceptions=True)
         await watched.asker.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
