@@ -25,6 +25,7 @@ from expediter.gateway.backends.registry import Backends
 logger = logging.getLogger(__name__)
 
 _UNREACHED: Final = (aiohttp.ClientError, OSError, TimeoutError, ReplicaError)
+_MAX_PATIENCE: Final = 8.0
 _NUM_AGREEING: Final = 3
 """Pages of metrics in a row that must show requests of others: in one alone they may be ours, just ended or begun."""
 
@@ -61,6 +62,7 @@ class _Watched:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
     doubted_s: float = 0.0
+    patience_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
     is_complained_of: bool = False
 
@@ -191,10 +193,13 @@ class Watcher:
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 
     def _doubt_if_silent(self, backend: Backend, now_s: float) -> None:
-        watched = self._watched[backend.replica_id]
-        heard_s = max(backend.heard_s(), watched.doubted_s)
-        if backend.live and now_s > heard_s + self._config.silent_s:
+        watched, heard_s = self._watched[backend.replica_id], backend.heard_s()
+        if heard_s > watched.doubted_s:
+            watched.patience_s = self._config.silent_s
+        if backend.live and now_s > max(heard_s, watched.doubted_s) + watched.patience_s:
             watched.doubted_s = now_s
+            # It may compute a long prompt, or send a plain response at its end: asked twice as late the next time.
+            watched.patience_s = min(2 * watched.patience_s, _MAX_PATIENCE * self._config.silent_s)
             self._backends.doubt(backend, now_s)
 
     def _follow(self) -> None:
