@@ -9,12 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 
 from expediter.control.routing.base import Candidate, Placement
 from expediter.core.slo import Slo, SloClass
@@ -22,8 +19,11 @@ from expediter.gateway.dashboard.feed import Feeder
 from expediter.gateway.dashboard.slow import SlowReasons
 from expediter.gateway.errors import ApiError, handle_error
 from expediter.gateway.explanations import Explanations
+from expediter.gateway.http.asgi import AsgiApplication
+from expediter.gateway.http.listener import Listener
+from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.observation import Observation
-from expediter.gateway.server import bind, make_http_server
+from expediter.gateway.server import bind
 from expediter.gateway.siblings import Siblings
 from expediter.gateway.tenants import Tenant
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
@@ -67,17 +67,6 @@ BACKENDS = (
 )  # fmt: skip - a table
 
 
-class Anonymous:
-    """ASGI middleware: everybody is the tenant of a server without keys."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["tenant"] = Tenant()
-        await self._app(scope, receive, send)
-
-
 @dataclass
 class Observed:
     """What a test feeds."""
@@ -104,22 +93,24 @@ def observed(backends: Sequence[ShownBackend] = BACKENDS) -> Iterator[Observed]:
         siblings, metrics.at_gateway, lambda: backends, lambda: ["llama-3.1-8b"], CLASSES, SlowReasons(explanations)
     )
     sock = bind("127.0.0.1", 0)
-    sock.listen()
     served = Observed(f"http://127.0.0.1:{sock.getsockname()[1]}", metrics, history, recent)
     observation = Observation(registry, explanations, feeder, lambda: served.shows_all)
     app = Starlette(
         routes=observation.routes(),
-        middleware=[Middleware(Anonymous)],
         exception_handlers={ApiError: handle_error},
     )
-    server: uvicorn.Server = make_http_server(app)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    loop = asyncio.new_event_loop()
+    listener = Listener(AsgiApplication(app, {"tenant": Tenant()}), HttpLimits())
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
+        asyncio.run_coroutine_threadsafe(listener.start(sock), loop).result()
         yield served
     finally:
-        server.should_exit = True
+        asyncio.run_coroutine_threadsafe(listener.stop(1.0), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 def traffic(seconds: float, seed: int = 0) -> Iterator[ExchangeRecord]:

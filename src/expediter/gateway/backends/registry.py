@@ -9,27 +9,42 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from importlib.util import find_spec
+from typing import Final, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from expediter.control.fleet import Fleet, ReplicaProfile
-from expediter.control.health import Failure, FleetHealth, HealthConfig, HealthState
+from expediter.control.health import Failure, FleetHealth, HealthConfig
 from expediter.control.learning import Answer, LearnedTtft, hopeful
-from expediter.control.routing.base import Refusal, RouteQuery, Router
+from expediter.control.routing.base import Candidate, Refusal, RouteQuery, Router
 from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.routing.caches import IndexedCaches
 from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Backend, BackendStatus, Chosen, Dispatch, Ending, Kind, Reported, Usage
+from expediter.gateway.backends.backend import (
+    Backend,
+    BackendStatus,
+    Chosen,
+    Counts,
+    Dispatch,
+    Ending,
+    Kind,
+    Reported,
+    Usage,
+)
 from expediter.gateway.backends.config import Address, BackendConfig
+from expediter.telemetry.exchanges import BackendEvents
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True)
+DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True, index_block_tokens=128)
 """Of a server with backends."""
+_MAX_TOLD_KEYS: Final = 900
+"""A longer prompt's beginning will do: a message between processes has to fit into a datagram of 8 KiB."""
 _OWN_ADDRESS: Final = Address("localhost", 0)
 
 
@@ -48,12 +63,25 @@ class NobodyUp(NamedTuple):
     message: str = "no backend is up"
 
 
+class SharedLoads(Protocol):
+    """What the processes of one gateway tell each other of their dispatches."""
+
+    def publish(self, name: str, counts: Counts) -> None:
+        """Say what this process has at a backend."""
+        ...
+
+    def others(self, name: str) -> Counts:
+        """Return what all other processes have there."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
     """Who serves one model."""
 
     fleet: Fleet
     router: Router
+    caches: IndexedCaches | None
     members: dict[int, Backend] = field(default_factory=dict)
     has_own: bool = False
     num_paused: int = 0
@@ -61,10 +89,19 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """What is kept of a backend.
+
+    Attributes:
+        slot: its place in fleets and in the index.
+        learned_s: when its speed was last heard of.
+        tokens_ratio: tokens of prompts as the door counts them for each one of its own, smoothed.
+    """
+
     backend: Backend
     slot: int
     learned: LearnedTtft = field(default_factory=LearnedTtft)
     learned_s: float = 0.0
+    tokens_ratio: float = 1.0
     profile: ReplicaProfile = field(default_factory=ReplicaProfile)
 
 
@@ -82,11 +119,15 @@ class Backends:
     Args:
         routing: of every model.
         environment: where backends' keys are, by the names in their configurations.
+        events: hears of ejections and probes.
+        shared: with the other processes of this gateway; None if it is the only one.
         seed: of jitter.
     Attributes:
         on_room: called when a backend takes requests again that did not: it had no room, or was not up.
         on_ejected: called when a backend is ejected that was in use; what waits there for its first byte may be sent
             elsewhere.
+        on_placed: called at each dispatch with a message for `placed_elsewhere` of the other processes; None if there
+            are none.
         on_gone: called when a backend is removed; who keeps connections to it closes those that are idle.
     """
 
@@ -97,16 +138,21 @@ class Backends:
         routing: RoutingConfig = DEFAULT_ROUTING,
         health: HealthConfig | None = None,
         environment: Mapping[str, str] | None = None,
+        events: BackendEvents | None = None,
+        shared: SharedLoads | None = None,
         seed: int = 0,
     ) -> None:
         self.on_room: Callable[[], None] = _nothing
         self.on_ejected: Callable[[Backend], None] = _nobody
         self.on_gone: Callable[[Backend], None] = _nobody
+        self.on_placed: Callable[[bytes], None] | None = None
         self.health = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
         self._clock = clock
         self._routing = routing
         self._index = routing.index()
         self._environment = environment or {}
+        self._events = events
+        self._shared = shared
         self._entries: dict[int, _Entry] = {}
         self._groups: dict[str, _Group] = {}
         self._next_id = 0
@@ -131,8 +177,11 @@ class Backends:
         """Take a backend in. It gets requests as soon as its models are known, at once if the configuration says them.
 
         Raises:
-            ConfigurationError: its name is taken, or the variable with its key is not set.
+            ConfigurationError: its name is taken, the variable with its key is not set, or what its KV events need is
+                not installed.
         """
+        if config.kv_events and find_spec("zmq") is None:
+            raise ConfigurationError(f"backend {config.url!r}: kv_events needs pip install 'expediter[kv-events]'")
         authorization = None
         if config.api_key_env:
             key = self._environment.get(config.api_key_env, "")
@@ -182,7 +231,7 @@ class Backends:
             group = self._groups.get(model)
             if group is None:
                 caches = None if self._routing.prefix_knowledge == "exact" else IndexedCaches(self._index, model)
-                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches))
+                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches), caches)
             group.fleet.join(backend.replica_id, backend.snapshot, entry.profile, entry.slot)
             group.members[backend.replica_id] = backend
             group.has_own = group.has_own or backend.is_own
@@ -202,6 +251,13 @@ class Backends:
         """Say what a backend's metrics said, or None that they are too old to count."""
         backend.reported = reported
         self._mark(backend)
+
+    def holds(self, backend: Backend, num_tokens: int, *, has_dropped: bool) -> None:
+        """Say what a backend's cache holds, in its own tokens; once it drops something, it holds no more than that."""
+        entry = self._entries.get(backend.replica_id)
+        backend.num_cache_tokens = num_tokens
+        if entry is not None and has_dropped:
+            self._index.limit(entry.slot, round(num_tokens * entry.tokens_ratio))
 
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
@@ -226,6 +282,8 @@ class Backends:
         group = self._groups.get(model)
         if group is None:
             return NobodyUp(1.0, "no backend serves this model")
+        if self._shared is not None:
+            self.look_around()
         if group.num_paused or self.health.num_out or excluded or group.has_own:
             self._sync(group, excluded)
         decision = group.router.route(RouteQuery(request, now_s), group.fleet)
@@ -265,9 +323,46 @@ class Backends:
         backend.num_context_tokens += num_tokens
         for model in backend.models:
             self._groups[model].fleet.dispatched(backend.replica_id)
+        if self._shared is not None:
+            self._shared.publish(backend.name, backend.counts)
+        if self.on_placed is not None:
+            self._say_placed(chosen, request)
         if not backend.has_room:
             self._sync_all(backend)
         return dispatch
+
+    def look_around(self) -> None:
+        """See what the other processes have dispatched and ended since the last look."""
+        if self._shared is None:
+            return
+        for entry in self._entries.values():
+            backend = entry.backend
+            counts = self._shared.others(backend.name)
+            if counts != backend.elsewhere:
+                had_room, backend.elsewhere = backend.has_room, counts
+                self._mark(backend)
+                if backend.has_room != had_room:
+                    self._sync_all(backend)
+                    if not had_room:
+                        self.on_room()
+
+    def placed_elsewhere(self, message: bytes) -> None:
+        """Note where another process has sent a prompt; what is no such message changes nothing."""
+        try:
+            model, name, raw = msgspec.msgpack.decode(message, type=tuple[str, str, bytes])
+            keys = np.frombuffer(raw, "<u8").tolist()
+        except (msgspec.DecodeError, ValueError):
+            return
+        backend = self.named(name)
+        if backend is not None and model in backend.models:
+            self._index.record(self._entries[backend.replica_id].slot, keys)
+
+    def _say_placed(self, chosen: Chosen, request: Request) -> None:
+        caches = self._groups[chosen.model].caches
+        keys = [] if caches is None else caches.keys(request)[:_MAX_TOLD_KEYS]
+        if keys and self.on_placed is not None:
+            told = (chosen.model, chosen.backend.name, np.array(keys, "<u8").tobytes())
+            self.on_placed(msgspec.msgpack.encode(told))
 
     def answered(self, dispatch: Dispatch, now_s: float) -> None:
         """Hear of a dispatch's first byte; called by the dispatch."""
@@ -287,7 +382,13 @@ class Backends:
             backend.num_answered -= 1
         else:
             backend.num_pending_tokens -= dispatch.num_new
-        self._mark(backend)
+        self._changed(backend)
+        if (
+            dispatch.is_trial
+            and self._events is not None
+            and (failure is not None or dispatch.first_byte_s is not None)
+        ):
+            self._events.probed(backend.name, succeeded=failure is None)
         if failure is not None:
             backend.outcomes[failure.value] += 1
             if self.health.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
@@ -311,7 +412,7 @@ class Backends:
             dispatch.is_settled = True
             dispatch.backend.num_pending_tokens -= dispatch.num_new
             dispatch.backend.num_answered += 1
-            self._mark(dispatch.backend)
+            self._changed(dispatch.backend)
 
     def settle_expected(self, now_s: float) -> None:
         """Settle what must have been computed by now where the first byte comes with the last."""
@@ -322,22 +423,26 @@ class Backends:
                     self.settle(dispatch)
 
     def hope(self, now_s: float) -> None:
-        """Let those who were slow and get nothing look better with time, so that they are tried again one day."""
+        """Think well of those of whom nothing is known, or was heard for long, so that they are tried.
+
+        Who was slow and gets nothing looks better with time; who is new looks like the fastest of its rivals.
+        """
         for entry in self._entries.values():
-            if not entry.profile.speed.is_known:
-                continue
-            rivals = [
-                other.profile.speed
-                for other in self._entries.values()
-                if other.profile.speed.is_known and set(other.backend.models) & set(entry.backend.models)
-            ]
-            self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
+            models = set(entry.backend.models)
+            others = (each for each in self._entries.values() if each is not entry and each.learned.is_enough)
+            rivals = [each.profile.speed for each in others if models & set(each.backend.models)]
+            if entry.learned.is_enough:
+                self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
+            elif rivals:
+                self._say_speed(entry, replace(min(rivals, key=lambda speed: speed.token_s), is_known=False))
 
     # ---- health
 
     def ejected(self, backend: Backend, failure: Failure) -> None:
         """Hear that a backend that was in use is ejected."""
         logger.warning("backend %s is ejected: %s", backend.name, failure.value)
+        if self._events is not None:
+            self._events.ejected(backend.name)
         if failure is Failure.CONNECT:
             self.forget_prefixes(backend)  # its process is gone, and its cache with it
         self._sync_all(backend)
@@ -345,6 +450,9 @@ class Backends:
 
     def probed(self, backend: Backend, failure: Failure | None, now_s: float) -> None:
         """Hear how a probe of a backend went."""
+        is_trial = not self.health.serves(backend.replica_id)
+        if is_trial and self._events is not None:
+            self._events.probed(backend.name, succeeded=failure is None)
         if failure is None:
             self._heard(backend, lambda replica_id, at_s: self.health.probed(replica_id, None, at_s), now_s)
         elif self.health.probed(backend.replica_id, failure, now_s):
@@ -364,10 +472,11 @@ class Backends:
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
-        was_out = self.health.num_out
+        was_out, did_serve = self.health.num_out, self.health.serves(backend.replica_id)
         tell(backend.replica_id, now_s)
-        if was_out and self.health.state(backend.replica_id) is HealthState.UP and self.health.num_out < was_out:
-            logger.info("backend %s is up again", backend.name)
+        if self.health.num_out < was_out:
+            if not did_serve:
+                logger.info("backend %s is up again", backend.name)
             self._sync_all(backend)
             self.on_room()
 
@@ -408,6 +517,12 @@ class Backends:
         if not group.members:
             del self._groups[model]
 
+    def _changed(self, backend: Backend) -> None:
+        """Say that what we have at a backend has changed."""
+        self._mark(backend)
+        if self._shared is not None:
+            self._shared.publish(backend.name, backend.counts)
+
     def _mark(self, backend: Backend) -> None:
         for model in backend.models:
             self._groups[model].fleet.mark(backend.replica_id)
@@ -419,6 +534,8 @@ class Backends:
             return
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
+            if usage.num_prompt_tokens > 0:
+                entry.tokens_ratio += 0.05 * (dispatch.num_tokens / usage.num_prompt_tokens - entry.tokens_ratio)
             if usage.num_cached_tokens is not None and usage.num_prompt_tokens > 0:
                 share = 1 - min(1.0, usage.num_cached_tokens / usage.num_prompt_tokens)
                 num_new = round(dispatch.num_tokens * share)
@@ -428,6 +545,8 @@ class Backends:
         if speed is not None:
             entry.learned_s = dispatch.first_byte_s
             self._say_speed(entry, speed)
+            if not all(each.learned.is_enough for each in self._entries.values()):
+                self.hope(dispatch.first_byte_s)
 
     def _say_speed(self, entry: _Entry, speed: Speed) -> None:
         if speed == entry.profile.speed:
@@ -448,6 +567,18 @@ class Backends:
         return backend
 
     # ---- what there is to see
+
+    def names(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+        """Return the names of those that were compared; "" for one that is gone."""
+        entries = self._entries
+        return tuple(
+            [entries[each.replica_id].backend.name if each.replica_id in entries else "" for each in candidates]
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index of prefixes."""
+        return self._index.num_bytes
 
     def status(self) -> list[BackendStatus]:
         """Return what there is to know of each backend."""
@@ -471,6 +602,7 @@ class Backends:
             num_waiting=None if reported is None else reported.num_waiting,
             kv_use=None if reported is None else reported.kv_use,
             speed=entry.profile.speed if entry.profile.speed.is_known else None,
+            num_cache_tokens=backend.num_cache_tokens,
             num_known_tokens=self._index.num_held_tokens(entry.slot),
             num_dispatched=backend.num_dispatched,
             outcomes=dict(backend.outcomes),
@@ -483,4 +615,4 @@ class Backends:
             return "unknown"
         if backend.is_ready is not None:
             return "up" if backend.is_ready() else "ejected"
-        return self.health.state(backend.replica_id).value
+        return "up" if self.health.serves(backend.replica_id) else self.health.state(backend.replica_id).value
