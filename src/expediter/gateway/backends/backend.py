@@ -84,6 +84,7 @@ class Backend:
         num_cache_tokens: that its KV cache keeps, as its events say, in its own tokens; None if they do not.
         is_draining: it gets no new requests.
         is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
+        up_in_s: when an own pool is likely to take requests if it does not; None for a foreign backend.
         live: its dispatches that have not ended.
         num_pending_tokens: of their prompts, not computed yet and not expected to be cached.
         num_context_tokens: of all their prompts.
@@ -107,6 +108,7 @@ class Backend:
     num_cache_tokens: int | None = None
     is_draining: bool = False
     is_ready: Callable[[], bool] | None = None
+    up_in_s: Callable[[], float] | None = None
     live: set[Dispatch] = field(default_factory=set)
     num_pending_tokens: int = 0
     num_context_tokens: int = 0

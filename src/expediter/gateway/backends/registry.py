@@ -193,14 +193,25 @@ class Backends:
         self.serves(backend, config.models)
         return backend
 
-    def add_own(self, name: str, models: Iterable[str], is_ready: Callable[[], bool]) -> Backend:
+    def add_own(
+        self,
+        name: str,
+        models: Iterable[str],
+        is_ready: Callable[[], bool],
+        *,
+        up_in_s: Callable[[], float] | None = None,
+        max_requests: int | None = None,
+    ) -> Backend:
         """Take in the pool of our own replicas, which counts as one backend and is never ejected.
 
         Args:
             is_ready: whether it takes requests.
+            up_in_s: when it is likely to take some if it does not.
+            max_requests: most at once; None for no limit.
         """
         backend = self._enter(BackendConfig(url="unix:/own"), name, _OWN_ADDRESS)
-        backend.kind, backend.is_ready = Kind.OWN, is_ready
+        backend.kind, backend.is_ready, backend.up_in_s = Kind.OWN, is_ready, up_in_s
+        backend.max_requests = max_requests
         self.serves(backend, tuple(models))
         return backend
 
@@ -507,7 +518,8 @@ class Backends:
         full = (each for each, backend in group.members.items() if each in usable and not backend.has_room)
         if any(each not in excluded for each in full):
             return Busy()
-        return NobodyUp(1.0)
+        waits_s = (backend.up_in_s() for backend in group.members.values() if backend.up_in_s is not None)
+        return NobodyUp(min(waits_s, default=1.0))
 
     def _leave(self, model: str, backend: Backend) -> None:
         group = self._groups[model]
