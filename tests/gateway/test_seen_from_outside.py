@@ -104,6 +104,8 @@ def chain(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def ask(chain: Chain, headers: dict[str, str], **fields: Any) -> Any:
+    if fields.get("stream"):
+        fields["stream_options"] = {"include_usage": True}
     reply = chain.door.complete(
         PROMPT, headers=headers, **{"model": "fake", "max_tokens": 4, "ignore_eos": True} | fields
     )
@@ -125,7 +127,8 @@ def test_one_story_across_gateway_and_replica(chain: Chain) -> None:
     assert texts[1].startswith("at behind; the answer began after")
     assert texts[-1] == "ended: ok after 4 tokens"
     inner, replica = told["requests"]
-    assert inner["backend"] == replica["backend"] == "behind"
+    assert (inner["backend"], replica["backend"]) == ("behind", "behind/own")
+    assert 0 < inner["from_s"] < replica["from_s"] < gateway["spans"][-1]["to_s"]
     assert inner["client_request_id"] == gateway["request_id"], "the inner door knows it by the outer one's id"
     assert [span["reason"] for span in replica["spans"]][-3:] == ["prefilling", "decoding", "ended"]
     assert chain.door.get(f"/requests/{gateway['request_id']}", headers=ALICE).json["gateway"] == [gateway]

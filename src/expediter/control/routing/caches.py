@@ -67,10 +67,12 @@ class IndexedCaches:
         self._generation = fleet.generation
         for slot in range(fleet.num_slots):
             stay = fleet.stay_at(slot)
-            if stay == self._stays.get(slot, 0):
+            before = self._stays.get(slot, 0)
+            if stay == before:
                 continue
             self._stays[slot] = stay
-            self.index.remove(slot)
+            if before:
+                self.index.remove(slot)
             max_tokens = fleet.profile(fleet.id_at(slot)).max_kv_tokens if stay else None
             if max_tokens is not None:
                 self.index.limit(slot, max_tokens)

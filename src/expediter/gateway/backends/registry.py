@@ -225,7 +225,9 @@ class Backends:
         backend.is_draining = True
         self.serves(backend, ())
         self.health.leave(backend.replica_id)
-        if self._entries.pop(backend.replica_id, None) is not None:
+        entry = self._entries.pop(backend.replica_id, None)
+        if entry is not None:
+            self._index.remove(entry.slot)
             self.on_gone(backend)
 
     def serves(self, backend: Backend, models: tuple[str, ...]) -> None:
