@@ -150,9 +150,7 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
 
     if args.gateway_processes != 1:
-        raise ConfigurationError(
-            "--gateway-processes above 1 is for backends alone: replicas of our own have one gateway process"
-        )
+        raise ConfigurationError("--gateway-processes above 1 is for backends alone, without replicas of our own")
     preset = _preset(args)
     folder = resolve_model(args.model)
     name = DEFAULT_MODEL if args.model is None else folder.resolve().name

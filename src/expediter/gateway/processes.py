@@ -154,6 +154,10 @@ class SharedLimits:
         self._publish(tenant)
         return reserved
 
+    def refusal(self, tenant: str, now_s: float) -> Exceeded | None:
+        """As `TenantLimits.refusal`."""
+        return self._limits.refusal(tenant, now_s, Usage(*self._table.others(_TENANT + tenant)))
+
     def publish(self) -> None:
         """Tell the others what has been settled meanwhile."""
         for tenant in self._before:

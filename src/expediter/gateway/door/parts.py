@@ -67,6 +67,11 @@ class Reserving(Protocol):
 
     def reserve(self, tenant: str, num_tokens: int, now_s: float) -> Reservation | Exceeded:
         """Count a request in that may take so many tokens, or say which limit keeps it out."""
+        ...
+
+    def refusal(self, tenant: str, now_s: float) -> Exceeded | None:
+        """Return which limit would keep any request out; nothing is counted."""
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
