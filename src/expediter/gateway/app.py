@@ -20,11 +20,10 @@ from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, handle_error
 from expediter.gateway.openapi import openapi_route
 from expediter.gateway.service import Service
-from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
 
-def own_routes(service: Service, metrics: ServerMetrics, step_log: StepLog, drain: Drain) -> list[Route]:
+def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]:
     """Return the routes of all APIs over own replicas, and of the document that describes them."""
     apis = (
         CompletionsApi(service),
@@ -32,16 +31,16 @@ def own_routes(service: Service, metrics: ServerMetrics, step_log: StepLog, drai
         ResponsesApi(service),
         MessagesApi(service),
         TokensApi(service),
-        StatusApi(service, metrics, step_log, drain),
+        StatusApi(service, step_log, drain),
     )
     routes = [route for api in apis for route in api.routes()]
     return [*routes, openapi_route(routes)]
 
 
-def build_app(service: Service, metrics: ServerMetrics, step_log: StepLog, drain: Drain) -> Starlette:
+def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:
     """Return the ASGI application behind the door, which says in `scope["tenant"]` who a request is from."""
     return Starlette(
-        routes=own_routes(service, metrics, step_log, drain),
+        routes=own_routes(service, step_log, drain),
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from expediter.core.errors import RequestError
 from expediter.gateway.bodies import TermsBody
 from expediter.gateway.delivery import EventStream, respond_at_once
+from expediter.gateway.door.heads import OWN_ID
 from expediter.gateway.errors import ApiError, to_api_error
 from expediter.gateway.generation import Generation
 from expediter.gateway.http.wire import client_request_id
@@ -43,10 +44,11 @@ async def respond(
         ClientGoneError: nobody is there to read it.
     """
     generation.submit()
-    own = client_request_id(request.headers.raw)
-    names = [rendering.response_id] if own is None else [rendering.response_id, own.decode("ascii")]
+    headers = request.headers.raw
+    given, door_id = client_request_id(headers), client_request_id(headers, OWN_ID) or b""
+    names = [rendering.response_id] if given is None else [rendering.response_id, given.decode("ascii")]
     ids = [choice.request.request_id for choice in generation.choices]
-    service.recent.remember(tenant_of(request).name, names, ids)
+    service.recent.remember(tenant_of(request).name, names, ids, door_id.decode("ascii"))
     if is_stream:
         return EventStream(generation, rendering)
     return await respond_at_once(request, generation, rendering)
