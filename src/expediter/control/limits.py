@@ -247,12 +247,7 @@ class TenantLimits:
             others: sums over the other processes that share the limits. A process that starts again must go on with
                 the sums of its predecessor.
         """
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = _Account(self._limits.get(tenant, NO_LIMITS), now_s)
-        account.meter(now_s)
-        if others is not NOTHING:
-            account.hear(others)
+        account = self._account(tenant, now_s, others)
         exceeded = account.exceeded(num_tokens, now_s)
         if exceeded is not None:
             return exceeded
@@ -263,6 +258,20 @@ class TenantLimits:
         account.next_number = number + 1
         account.running[number] = now_s
         return Reservation(account, number, num_tokens)
+
+    def refusal(self, tenant: str, now_s: float, others: Usage = NOTHING) -> Exceeded | None:
+        """Return which limit would keep any request out, whatever its size; nothing is counted."""
+        return self._account(tenant, now_s, others).exceeded(1, now_s)
+
+    def _account(self, tenant: str, now_s: float, others: Usage) -> _Account:
+        """Return a tenant's account, brought up to now."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(self._limits.get(tenant, NO_LIMITS), now_s)
+        account.meter(now_s)
+        if others is not NOTHING:
+            account.hear(others)
+        return account
 
     def usage(self, tenant: str) -> Usage:
         """Return what this process has given out; what others have to hear."""

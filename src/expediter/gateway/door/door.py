@@ -18,7 +18,7 @@ from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.exchange import Exchange
 from expediter.gateway.door.parts import DoorParts
-from expediter.gateway.errors import ApiError
+from expediter.gateway.errors import ApiError, over_limit
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Answer, Reply
 from expediter.gateway.http.wire import HttpRequest
@@ -35,6 +35,14 @@ MODEL_PATHS: Final = frozenset(
 )
 """Paths whose POST is for a model and may be answered by any backend that serves it."""
 _SWEEP_S: Final = 0.1
+_LARGE_DIGITS: Final = 6
+"""Of the length of a body that is worth a look at its tenant's limits before it is read."""
+
+
+def _is_large(request: HttpRequest) -> bool:
+    """Return whether a body has 100,000 bytes or more, or does not say how many."""
+    length = request.header(b"content-length")
+    return length is None or len(length) >= _LARGE_DIGITS
 
 
 class InFlightGauge(Protocol):
@@ -88,13 +96,20 @@ class Door:
     # ---- requests
 
     def admit(self, request: HttpRequest) -> Answer | None:
-        """Refuse who has no key, and new work while draining."""
+        """Refuse who has no key, new work while draining, and large bodies of who is over its limits anyway."""
+        tenant = None
         if request.path not in OPEN_PATHS:
-            request.context = self._tenant(request)
-            if request.context is None:
+            request.context = tenant = self._tenant(request)
+            if tenant is None:
                 return self._refusal(request, refusals.no_key())
-        if self._drain.is_draining and request.method == "POST":
+        if request.method != "POST":
+            return None
+        if self._drain.is_draining:
             return self._refusal(request, refusals.shutting_down())
+        if tenant is not None and request.path in MODEL_PATHS and _is_large(request):
+            exceeded = self._parts.limits.refusal(tenant.name, request.arrived_s)
+            if exceeded is not None:
+                return self._turned_away(request, tenant, over_limit(exceeded, tenant.limits))
         return None
 
     def handle(self, request: HttpRequest, reply: Reply) -> None:
@@ -134,6 +149,23 @@ class Door:
                     return None
                 key = value
         return self._tenants.of(bearer, key)
+
+    def _turned_away(self, request: HttpRequest, tenant: Tenant, error: ApiError) -> Answer:
+        """Refuse a request whose body is not here yet, and record it as any other."""
+        record = ExchangeRecord(
+            request_id=self._parts.ids.new(),
+            client_request_id=(request.client_request_id or b"").decode("ascii") or None,
+            tenant=tenant.name,
+            path=request.path,
+            arrived_s=request.arrived_s,
+            ended_s=time.monotonic(),
+            status=error.status,
+            outcome=refusals.outcome_of(error.status),
+            error_code=error.code,
+        )
+        for sink in self._sinks:
+            sink.record(record)
+        return self._refusal(request, error)
 
     def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
         return refusals.answer(error, request.client_request_id)
