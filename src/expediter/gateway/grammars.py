@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -275,7 +276,7 @@ class _Worker:
     async def start(cls, folder: Path) -> _Worker:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "expediter.gateway.grammar_worker", str(folder)),
+                *(sys.executable, "-m", "expediter.gateway.grammar_worker", str(folder), str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C is for the gateway
