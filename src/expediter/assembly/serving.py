@@ -194,10 +194,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
     several times as long.
     """
     num_threads = max((_num_cores() - 1) // config.num_replicas, 1)
-    weights = {name: tenant.weight for name, tenant in config.file.tenants.items()}
-    if config.file.anonymous is not None:
-        weights[""] = config.file.anonymous.weight
-    scheduler = replace(config.preset.scheduler, tenant_weights={**config.preset.scheduler.tenant_weights, **weights})
+    scheduler = replace(config.preset.scheduler, tenant_weights=config.file.weights)
     return [
         ReplicaSpec(
             replica_id=number,

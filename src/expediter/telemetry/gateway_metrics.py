@@ -166,7 +166,7 @@ class GatewayMetrics:
             self._add(PREDICTIONS)
             values[self._place(PREDICTED, "expected")] += record.predicted_ttft_s
             values[self._place(PREDICTED, "actual")] += actual_s
-            values[self._place(PREDICTED, "error")] += abs(record.predicted_ttft_s - actual_s)
+            values[self._place(PREDICTED, "absolute_error")] += abs(record.predicted_ttft_s - actual_s)
 
     def _attempted(self, record: ExchangeRecord) -> None:
         failure: str | None = None

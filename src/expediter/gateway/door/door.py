@@ -134,7 +134,7 @@ class Door:
     def _ask_app(self, request: HttpRequest, reply: Reply, tenant: Tenant | None) -> AsgiCall:
         shown_id = request.client_request_id
         extra = () if shown_id is None else ((b"x-request-id", shown_id),)
-        failure = refusals.answer(refusals.internal_error(), shown_id)
+        failure = refusals.answer(refusals.internal_error(), shown_id, request.path)
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
@@ -168,7 +168,7 @@ class Door:
         return self._refusal(request, error)
 
     def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
-        return refusals.answer(error, request.client_request_id)
+        return refusals.answer(error, request.client_request_id, request.path)
 
     # ---- exchanges
 

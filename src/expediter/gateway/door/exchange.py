@@ -380,7 +380,7 @@ class Exchange:
         now_s = time.monotonic()
         if self._dispatch is not None:
             self._dispatch.ended(outcome, now_s)
-        self._reply.send(*refusals.answer(error, self._shown_id))
+        self._reply.send(*refusals.answer(error, self._shown_id, self._request.path))
         self._finish(error.status, outcome, now_s, error.code)
 
     def _finish(
