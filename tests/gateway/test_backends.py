@@ -1,12 +1,16 @@
 """The registry of backends: counts are exact, nobody who may not gets a request, and nobody is locked out."""
 
+import tomllib
 from collections import Counter, deque
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from expediter.control.health import Failure
+from expediter.assembly.file_config import load_file_config
+from expediter.control.health import Failure, HealthConfig
+from expediter.control.retry import RetryConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
 from expediter.gateway.backends.backend import Chosen, Usage
@@ -337,3 +341,12 @@ def test_a_backend_whose_process_went_away_has_lost_its_cache():
     assert door.backends.status()[0].num_known_tokens
     door.fail("b0", Failure.CONNECT)
     assert not door.backends.status()[0].num_known_tokens
+
+
+def test_the_example_has_every_field_and_the_defaults():
+    path = Path(__file__).parents[2] / "docs/examples/backends.toml"
+    config = load_file_config(path)
+    assert (config.routing, config.health, config.door.retry) == (DEFAULT_ROUTING, HealthConfig(), RetryConfig())
+    assert [each.shown_name for each in config.backends] == ["left", "right"]
+    shown = tomllib.loads(path.read_text())["backends"][1]
+    assert {*shown, "tokenizer"} == {field.name for field in fields(BackendConfig)}
