@@ -59,6 +59,11 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal error", type="server_error")
 
 
+def recorded_code(error: ApiError) -> str | None:
+    """Return what a record says of an error: of a limit its kind, of all others their code."""
+    return error.type if outcome_of(error.status) is Outcome.OVER_LIMIT else error.code
+
+
 def outcome_of(status: int) -> Outcome:
     """Return how an exchange counts whose response has this status."""
     if status < 400:
