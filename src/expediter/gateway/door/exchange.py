@@ -463,7 +463,7 @@ class Exchange:
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
             usage_is_exact=usage is not None,
             num_bytes_in=len(request.body),
-            num_bytes_out=self._reply.num_bytes,
+            num_bytes_out=self._reply.num_bytes if answered is None else answered.num_bytes,
             predicted_ttft_s=None if chosen is None else chosen.predicted_ttft_s,
             trace=self._trace,
         )
