@@ -67,6 +67,8 @@ def test_a_schema_that_never_compiles_fails_alone(server: LiveServer) -> None:
     assert server.complete("hello", **body).status == 400
     assert time.monotonic() - started_s < 2  # it is known by now
     assert server.metric("expediter:replica_restarts_total") == 0
+    assert server.metric("expediter:grammars_total", outcome="late") == 1
+    assert server.metric("expediter:grammars_total", outcome="compiled") >= 1
 
 
 def test_no_worker_outlives_its_gateway(model_folder: Path) -> None:

@@ -166,9 +166,9 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 return
             hellos = starting.result()
             line = ready_line(config.door, sock, admin, _summary(config, hellos))
-            async with Grammars(config.model) as grammars:
+            async with Grammars(config.model, count=metrics.count_grammar) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
-                drain = Drain()
+                drain = Drain(supervisor.start_took_s)
                 own = OwnPool(
                     name=OWN_BACKEND,
                     app=build_app(service, step_log, drain),

@@ -21,7 +21,7 @@ from expediter.engine.structured import GrammarCompiler, GrammarKind, grammar_te
 from expediter.runtime.parent import die_with_parent
 
 LENGTH: Final = struct.Struct(">I")
-_ADDRESS_SPACE_BYTES: Final = 4 << 30
+_ADDRESS_SPACE_BYTES: Final = 2 << 30
 
 
 class Question(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Final, NamedTuple, Protocol
 
 from expediter.core.errors import ExpediterError, ReplicaError
@@ -253,8 +254,6 @@ def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
 def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: SocketInbox) -> None:
     clock = MonotonicClock()
     sink = SocketSink(sock, built.scheduler, clock)
-    preparing = PreparingInbox(inbox, built.executor.prepare)
-    loop = ReplicaLoop(built.scheduler, built.executor, clock, preparing, sink)
     sink.send(
         Hello(
             replica_id=spec.replica_id,
@@ -264,6 +263,8 @@ def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: S
         )
     )
     sink.start_heartbeat()
-    while not inbox.closed:
-        if not loop.run_once():
-            inbox.wait(HEARTBEAT_S)
+    with closing(PreparingInbox(inbox, built.executor.prepare)) as preparing:
+        loop = ReplicaLoop(built.scheduler, built.executor, clock, preparing, sink)
+        while not inbox.closed:
+            if not loop.run_once():
+                inbox.wait(HEARTBEAT_S)

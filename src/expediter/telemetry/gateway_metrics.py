@@ -44,6 +44,7 @@ from expediter.telemetry.gateway_families import (
     TPOT,
     TPOT_BUCKETS_S,
     TTFT,
+    UNAUTHORIZED,
     Family,
 )
 from expediter.telemetry.process_place import ALONE, ProcessPlace
@@ -108,6 +109,10 @@ class GatewayMetrics:
     def left(self) -> None:
         """Count a request out."""
         self._values[self._in_flight] -= 1.0
+
+    def unauthorized(self) -> None:
+        """Count a request that had no valid key; nothing more is known of it."""
+        self._add(UNAUTHORIZED)
 
     def queue(self, num_requests: int, num_tokens: int) -> None:
         """Show the central queue."""

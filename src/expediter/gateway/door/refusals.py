@@ -41,8 +41,8 @@ def too_late(retry_after_s: float) -> ApiError:
     return overloaded("the request cannot be answered in time", "late", retry_after_s)
 
 
-def shutting_down() -> ApiError:
-    return overloaded("the server is shutting down", "shutting_down")
+def shutting_down(retry_after_s: float) -> ApiError:
+    return overloaded("the server is shutting down", "shutting_down", retry_after_s)
 
 
 def backend_failed(failure: Failure) -> ApiError:
@@ -57,6 +57,11 @@ def backend_failed(failure: Failure) -> ApiError:
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal error", type="server_error")
+
+
+def recorded_code(error: ApiError) -> str | None:
+    """Return what a record says of an error: of a limit its kind, of all others their code."""
+    return error.type if outcome_of(error.status) is Outcome.OVER_LIMIT else error.code
 
 
 def outcome_of(status: int) -> Outcome:
