@@ -65,6 +65,7 @@ class _Watched:
     patience_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
     is_complained_of: bool = False
+    is_subscribed: bool = False
 
 
 class Watcher:
@@ -114,6 +115,7 @@ class Watcher:
                     is_known = await self._discover(backend, watched)
                     due_s = self._clock.now() + (config.discover_s if is_known else config.retry_s)
                 watched.is_asked.set()
+                self._subscribe(backend, watched)
                 await self._scrape(backend, watched)
             except Exception:  # whatever a backend answers: the next look comes
                 logger.exception("backend %s gave an answer that cannot be handled", backend.name)
@@ -154,6 +156,15 @@ class Watcher:
         self._backends.limits(backend, max_kv_tokens=load.max_kv_tokens)
         self._backends.reported(backend, Reported(asked_s, load.num_running, load.num_waiting, load.kv_use, num_others))
 
+    def _subscribe(self, backend: Backend, watched: _Watched) -> None:
+        """Follow a backend's KV events, once it is known whose prompts they speak of."""
+        if not backend.config.kv_events or watched.is_subscribed or not backend.models:
+            return
+        from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
+
+        watched.is_subscribed = True
+        watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
+
     async def _probe(self, backend: Backend, asker: Asker) -> None:
         try:
             failure = await asker.probe()
@@ -187,8 +198,7 @@ class Watcher:
             reported = backend.reported
             if reported is not None and now_s > reported.at_s + self._config.stale_s:
                 self._backends.reported(backend, None)
-        self._backends.settle_expected(now_s)
-        self._backends.hope(now_s)
+        self._backends.look_at_the_clock(now_s)
         for backend in self._backends.due_probes(now_s):
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 
@@ -211,10 +221,6 @@ class Watcher:
             if replica_id not in self._watched:
                 self._watched[replica_id] = watched = _Watched(Asker(backend))
                 watched.tasks.append(asyncio.create_task(self._look_after(backend, watched)))
-                if backend.config.kv_events:
-                    from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
-
-                    watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
 
     async def _leave(self, watched: _Watched) -> None:
         for task in watched.tasks:

@@ -162,7 +162,7 @@ class Exchange:
         max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
             request_id=self.request_id,
-            prompt=body.prompt_tokens(),
+            prompt=parts.backends.prompt_tokens(model, body),
             max_tokens=max_tokens,
             priority=terms.priority,
             cache_salt=terms.cache_salt,
@@ -363,7 +363,7 @@ class Exchange:
         if self._dispatch.backend is backend:
             relay.give_up(failure, time.monotonic())
 
-    def end_now(self) -> None:
+    def end_now(self, retry_after_s: float) -> None:
         """End with an error, whatever it is at: the server is about to stop. The own API ends its requests itself."""
         relay = self._relay
         if relay is not None and relay.first_byte_s is not None:
@@ -371,7 +371,7 @@ class Exchange:
         elif self._dispatch is None or relay is not None:
             if relay is not None:
                 relay.cancel()
-            self._refuse(refusals.shutting_down(), Outcome.NO_CAPACITY)
+            self._refuse(refusals.shutting_down(retry_after_s), Outcome.NO_CAPACITY)
 
     # ---- out
 
@@ -380,8 +380,8 @@ class Exchange:
         now_s = time.monotonic()
         if self._dispatch is not None:
             self._dispatch.ended(outcome, now_s)
-        self._reply.send(*refusals.answer(error, self._shown_id))
-        self._finish(error.status, outcome, now_s, error.code)
+        self._reply.send(*refusals.answer(error, self._shown_id, self._request.path))
+        self._finish(error.status, outcome, now_s, refusals.recorded_code(error))
 
     def _finish(
         self, status: int, outcome: Outcome, now_s: float, code: str | None = None, answered: Answered | None = None
