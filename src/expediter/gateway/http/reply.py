@@ -141,14 +141,19 @@ class Reply:
     def end_framed(self) -> None:
         """End a body that is complete as it was framed."""
         if not self.ended:
-            self.ended = True
+            self.forget()
             self._connection.reply_ended(self)
 
     def cut(self) -> None:
         """Break the response off, so that nobody can take the part for the whole; what was written still goes out."""
         if not self.ended:
-            self.ended = True
+            self.forget()
             self._connection.close()
+
+    def forget(self) -> None:
+        """Do nothing any more, and let go of who has to be called: nothing here must wait for the garbage collector."""
+        self.ended = True
+        self.on_gone = self.on_pause = self.on_resume = None
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> bytes:
         self.started = True

@@ -259,6 +259,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._call = None
+        self._deliver = _to_nobody
         self._transport.abort()
 
     def pause_reading(self) -> None:
@@ -357,7 +358,11 @@ class _Connection(asyncio.Protocol):
         elif not self._transport.is_closing():
             self.resume_reading()
             self._pool.keep(self)
-        self._deliver(data, True)
+        deliver, self._deliver = (
+            self._deliver,
+            _to_nobody,
+        )  # who has heard it all must not be kept by an idle connection
+        deliver(data, True)
 
 
 class _ResponseError(Exception):
