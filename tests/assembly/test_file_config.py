@@ -61,6 +61,7 @@ def test_tenants_and_queue(tmp_path):
     }
     assert made.anonymous == TenantConfig(limits=Limits(max_concurrent_requests=1))
     assert made.queue == QueueConfig(ordering="priority", max_requests=3)
+    assert made.weights == {"alice": 2.0, "": 1.0}
 
 
 def test_routing_and_health_of_backends(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from live_server import LiveServer, Reply, start_fake_server, wait_until
 
 from expediter.assembly.file_config import load_file_config
+from expediter.cli.main import main
 from expediter.control.limits import Limits
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
@@ -84,6 +85,12 @@ def test_a_new_key_is_random_and_its_hash_is_that_of_sha256sum() -> None:
     assert new_key().startswith(KEY_PREFIX)
     assert len(new_key()) > 40
     assert hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_the_command_prints_a_key_and_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key"]) == 0
+    key, hashed = (line.split()[1] for line in capsys.readouterr().out.splitlines())
+    assert TenantBook({"a": TenantConfig(key_hashes=(hashed,))}).of_key(key.encode()) is not None
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,11 @@ class FrontDoor:
         self._own = own
         limits = TenantLimits(tenants.limits)
         self._sharing = None if place.folder is None else Sharing(place, limits)
-        metrics = GatewayMetrics(registry, self._shown, policy=config.routing.name, place=place)
+        metrics = GatewayMetrics(registry, self._shown, policy=config.routing_config.name, place=place)
         self.backends = Backends(
             clock=clock,
-            routing=config.routing,
+            routing=config.routing_config,
+            health=file.health,
             environment=os.environ,
             events=metrics,
             shared=None if self._sharing is None else self._sharing.loads,
@@ -290,7 +291,7 @@ async def _serve_backends(config: DoorConfig, announce: Callable[[str], None]) -
     with bind(config.host, config.port) as sock, bind_admin(config) as admin, StopSignals() as signals:
 
         def tell(front: FrontDoor) -> None:
-            announce(ready_line(config, sock, admin, f"{front.summary()}, routing {config.routing.name}"))
+            announce(ready_line(config, sock, admin, f"{front.summary()}, routing {config.routing_config.name}"))
 
         await run_door(config, tenants, Drain(), None, sock, signals, tell, admin=admin)
 

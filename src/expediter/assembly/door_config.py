@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from expediter.assembly.file_config import FileConfig
 from expediter.assembly.observing import ObservingConfig
@@ -11,7 +11,6 @@ from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
 from expediter.gateway.admin import ADMIN_KEY_VARIABLE, check_admin_address
 from expediter.gateway.backends.config import BackendConfig
-from expediter.gateway.backends.registry import DEFAULT_ROUTING
 from expediter.gateway.tenants import TenantBook
 
 
@@ -21,7 +20,7 @@ class DoorConfig:
 
     Args:
         backends: beside those in `file`; none in either: only our own replicas.
-        routing: among backends.
+        routing: name of the policy among backends; None for the file's.
         api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
         file: SLO classes, backends, limits, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
@@ -35,7 +34,7 @@ class DoorConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     backends: tuple[BackendConfig, ...] = ()
-    routing: RoutingConfig = DEFAULT_ROUTING
+    routing: str | None = None
     api_keys: tuple[str, ...] = ()
     file: FileConfig = field(default_factory=FileConfig)
     shutdown_timeout_s: float = 30.0
@@ -54,8 +53,15 @@ class DoorConfig:
             raise ConfigurationError("an API key must not be empty")
         if self.num_processes < 1:
             raise ConfigurationError(f"gateway processes must be at least 1, not {self.num_processes}")
+        _ = self.routing_config  # raises if there is no policy of that name
         if self.admin_port is not None:
             check_admin_address(self.admin_host, self.admin_key)
+
+    @property
+    def routing_config(self) -> RoutingConfig:
+        """How a backend is chosen."""
+        routing = self.file.routing
+        return routing if self.routing is None else replace(routing, name=self.routing)
 
     @property
     def all_backends(self) -> tuple[BackendConfig, ...]:

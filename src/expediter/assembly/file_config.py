@@ -94,7 +94,8 @@ class FileConfig:
 
     Args:
         slo_classes: by name.
-        tenants, anonymous, queue, door, backends, routing, health: of a server; a simulation has no use for them.
+        tenants: by name; of them a simulation uses the weights.
+        anonymous, queue, door, backends, routing, health: of a server; a simulation has no use for them.
         failures: what goes wrong in a simulation; a server has no use for them.
         path: of the file; None if there is none.
     Raises:
@@ -116,6 +117,12 @@ class FileConfig:
         for name in (*self.slo_classes, *self.tenants):
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(f"{name!r} is no name: up to 64 of the characters A-Z a-z 0-9 _ . -")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Share of each tenant, by name; "" for who comes without a key."""
+        tenants = self.tenants if self.anonymous is None else {**self.tenants, "": self.anonymous}
+        return {name: tenant.weight for name, tenant in tenants.items()}
 
     def tenant_book(self, api_keys: Iterable[str], environment: Mapping[str, str]) -> TenantBook:
         """Return who may come in.

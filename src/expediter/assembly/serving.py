@@ -166,7 +166,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 return
             hellos = starting.result()
             line = ready_line(config.door, sock, admin, _summary(config, hellos))
-            async with Grammars(config.model) as grammars:
+            async with Grammars(config.model, count=metrics.count_grammar) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
                 drain = Drain()
                 own = OwnPool(
@@ -194,10 +194,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
     several times as long.
     """
     num_threads = max((_num_cores() - 1) // config.num_replicas, 1)
-    weights = {name: tenant.weight for name, tenant in config.file.tenants.items()}
-    if config.file.anonymous is not None:
-        weights[""] = config.file.anonymous.weight
-    scheduler = replace(config.preset.scheduler, tenant_weights={**config.preset.scheduler.tenant_weights, **weights})
+    scheduler = replace(config.preset.scheduler, tenant_weights=config.file.weights)
     return [
         ReplicaSpec(
             replica_id=number,

@@ -122,14 +122,13 @@ def _serve_backends(args: argparse.Namespace, file: FileConfig, backends: tuple[
     from expediter.assembly.door import serve_backends
     from expediter.assembly.door_config import DoorConfig
     from expediter.assembly.door_processes import serve_in_processes
-    from expediter.gateway.backends.registry import DEFAULT_ROUTING
 
     config = DoorConfig(
         host=args.host,
         port=args.port,
         backends=backends,
         num_processes=args.gateway_processes,
-        routing=replace(DEFAULT_ROUTING, name=args.routing or DEFAULT_ROUTING.name),
+        routing=args.routing,
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -32,6 +34,8 @@ _BACKEND: Final = "backend "
 _TENANT: Final = "tenant "
 _LOOK_S: Final = 0.01
 """Between two looks at the others' loads: what they dispatch meanwhile is not counted when a request is routed here."""
+_LISTEN_S: Final = 0.25
+"""Between two looks at what the others have given out to tenants that send nothing here."""
 
 Values = tuple[int, int, int]
 _NOTHING: Final[Values] = (0, 0, 0)
@@ -80,13 +84,19 @@ class SharedTable:
 
     def clear(self, prefix: str) -> None:
         """Forget what this process, or its predecessor, has written of names that begin so."""
+        for name in self.names(prefix):
+            self.publish(name, *_NOTHING)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names that begin so, of any process."""
+        names: list[str] = []
         for number in range(_MAX_NAMES):
             name = self._name(number)
             if not name:
-                return
+                break
             if name.startswith(prefix.encode()):
-                at = self._own + number * _NUM_VALUES
-                self._values[at] = self._values[at + 1] = self._values[at + 2] = 0.0
+                names.append(name.decode())
+        return names
 
     def _at(self, at: int) -> Values:
         values = self._values
@@ -137,31 +147,47 @@ class SharedLoads:
 
 
 class SharedLimits:
-    """Tenants' limits over all processes; the three numbers are those of `Usage`."""
+    """Tenants' limits over all processes; the three numbers are those of `Usage`.
+
+    What a predecessor has given out counts on, but for its requests in flight, which have ended with it.
+    """
 
     def __init__(self, limits: TenantLimits, table: SharedTable) -> None:
         self._limits = limits
         self._table = table
         self._before: dict[str, Usage] = {}
+        for name in table.names(_TENANT):
+            self._take_up(name.removeprefix(_TENANT))
+
+    def listen(self, now_s: float) -> None:
+        """Hear what the others have given out, so that it is known when."""
+        self._limits.listen(self._others, now_s)
 
     def reserve(self, tenant: str, num_tokens: int, now_s: float) -> Reservation | Exceeded:
         """As `TenantLimits.reserve`."""
-        name = _TENANT + tenant
         if tenant not in self._before:
-            num_requests, num_given, _ = self._table.own(name)
-            self._before[tenant] = Usage(num_requests, num_given, 0)
-        reserved = self._limits.reserve(tenant, num_tokens, now_s, Usage(*self._table.others(name)))
+            self._take_up(tenant)
+        reserved = self._limits.reserve(tenant, num_tokens, now_s, self._others(tenant))
         self._publish(tenant)
         return reserved
 
     def refusal(self, tenant: str, now_s: float) -> Exceeded | None:
         """As `TenantLimits.refusal`."""
-        return self._limits.refusal(tenant, now_s, Usage(*self._table.others(_TENANT + tenant)))
+        return self._limits.refusal(tenant, now_s, self._others(tenant))
 
     def publish(self) -> None:
         """Tell the others what has been settled meanwhile."""
         for tenant in self._before:
             self._publish(tenant)
+
+    def _take_up(self, tenant: str) -> None:
+        """Go on with what this process's row says."""
+        num_requests, num_tokens, _ = self._table.own(_TENANT + tenant)
+        self._before[tenant] = Usage(num_requests, num_tokens, 0)
+        self._publish(tenant)
+
+    def _others(self, tenant: str) -> Usage:
+        return Usage(*self._table.others(_TENANT + tenant))
 
     def _publish(self, tenant: str) -> None:
         usage, before = self._limits.usage(tenant), self._before[tenant]
@@ -230,6 +256,7 @@ class Sharing:
         self._table = SharedTable(place.folder, place.slot, place.num_slots)
         self._placements = Placements(own, place.others(_PLACEMENTS))
         self._timer: asyncio.TimerHandle | None = None
+        self._listened_s = -math.inf
         self.loads = SharedLoads(self._table)
         self.limits = SharedLimits(limits, self._table)
 
@@ -248,4 +275,8 @@ class Sharing:
     def _look(self, backends: Backends) -> None:
         backends.look_around()
         self.limits.publish()
+        now_s = time.monotonic()
+        if now_s - self._listened_s >= _LISTEN_S:
+            self._listened_s = now_s
+            self.limits.listen(now_s)
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look, backends)

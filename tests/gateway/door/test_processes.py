@@ -66,6 +66,35 @@ def test_a_tenants_limit_holds_over_all_processes(tmp_path: Path) -> None:
     assert sum(not isinstance(one, Exceeded) for one in more) == 4
 
 
+def test_a_process_that_takes_anothers_place_neither_locks_a_tenant_out_nor_keeps_its_places(tmp_path: Path) -> None:
+    limits = {"t": Limits(max_requests_per_minute=10, max_concurrent_requests=2)}
+    first, second = (SharedLimits(TenantLimits(limits), table) for table in tables(tmp_path, 2))
+    for number in range(1000):  # for ten hours, one after the other
+        reserved = first.reserve("t", 1, now_s=36.0 * number)
+        assert isinstance(reserved, Reservation)
+        reserved.settle(1, 36.0 * number)
+    now_s = 36_000.0
+    for _ in range(2):
+        assert isinstance(first.reserve("t", 1, now_s), Reservation)
+    assert isinstance(second.reserve("t", 1, now_s), Exceeded)
+    SharedLimits(TenantLimits(limits), SharedTable(tmp_path, 0, 2))  # the first was killed, its requests are no more
+    late = SharedLimits(TenantLimits(limits), SharedTable(tmp_path, 1, 2))
+    refused = late.reserve("t", 1, now_s)
+    assert isinstance(refused, Exceeded), "the first may have given out all of it this minute"
+    assert refused.retry_after_s == pytest.approx(6.0)
+    assert isinstance(late.reserve("t", 1, now_s + 6.0), Reservation)
+
+
+def test_who_listens_from_the_start_knows_when_the_others_requests_came(tmp_path: Path) -> None:
+    limits = {"t": Limits(max_requests_per_minute=10)}
+    first, second = (SharedLimits(TenantLimits(limits), table) for table in tables(tmp_path, 2))
+    second.listen(0.0)
+    for second_s in range(0, 600, 6):
+        assert isinstance(first.reserve("t", 1, float(second_s)), Reservation)
+        second.listen(float(second_s))
+    assert sum(isinstance(second.reserve("t", 1, 660.0), Reservation) for _ in range(20)) == 10
+
+
 def test_placements_arrive_and_a_dead_listener_hurts_nobody(tmp_path: Path) -> None:
     async def story() -> None:
         paths = [tmp_path / f"p-{slot}" for slot in range(3)]

@@ -45,12 +45,14 @@ def _is_large(request: HttpRequest) -> bool:
     return length is None or len(length) >= _LARGE_DIGITS
 
 
-class InFlightGauge(Protocol):
-    """Shows how many requests are under way."""
+class Counts(Protocol):
+    """Shows how many requests are under way, and how many had no key."""
 
     def entered(self) -> None: ...
 
     def left(self) -> None: ...
+
+    def unauthorized(self) -> None: ...
 
 
 class Door:
@@ -67,14 +69,14 @@ class Door:
         tenants: Tenants,
         drain: Drain,
         app: ASGIApp,
-        gauge: InFlightGauge,
+        counts: Counts,
         sinks: Sequence[ExchangeSink],
     ) -> None:
         self._parts = parts
         self._tenants = tenants
         self._drain = drain
         self._app = app
-        self._gauge = gauge
+        self._counts = counts
         self._sinks = sinks
         self._live: dict[str, Exchange] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -101,6 +103,7 @@ class Door:
         if request.path not in OPEN_PATHS:
             request.context = tenant = self._tenant(request)
             if tenant is None:
+                self._counts.unauthorized()
                 return self._refusal(request, refusals.no_key())
         if request.method != "POST":
             return None
@@ -122,7 +125,7 @@ class Door:
         if tenant is not None and request.path in MODEL_PATHS:
             exchange = Exchange(self._parts, request, reply, tenant, self._ended)
             self._live[exchange.request_id] = exchange
-            self._gauge.entered()
+            self._counts.entered()
             exchange.begin()
         else:
             self._ask_app(request, reply, tenant).task.add_done_callback(lambda _: self._drain.leave())
@@ -134,7 +137,7 @@ class Door:
     def _ask_app(self, request: HttpRequest, reply: Reply, tenant: Tenant | None) -> AsgiCall:
         shown_id = request.client_request_id
         extra = () if shown_id is None else ((b"x-request-id", shown_id),)
-        failure = refusals.answer(refusals.internal_error(), shown_id)
+        failure = refusals.answer(refusals.internal_error(), shown_id, request.path)
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
@@ -161,14 +164,14 @@ class Door:
             ended_s=time.monotonic(),
             status=error.status,
             outcome=refusals.outcome_of(error.status),
-            error_code=error.code,
+            error_code=refusals.recorded_code(error),
         )
         for sink in self._sinks:
             sink.record(record)
         return self._refusal(request, error)
 
     def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
-        return refusals.answer(error, request.client_request_id)
+        return refusals.answer(error, request.client_request_id, request.path)
 
     # ---- exchanges
 
@@ -185,7 +188,7 @@ class Door:
 
     def _ended(self, record: ExchangeRecord) -> None:
         del self._live[record.request_id]
-        self._gauge.left()
+        self._counts.left()
         self._drain.leave()
         for sink in self._sinks:
             sink.record(record)

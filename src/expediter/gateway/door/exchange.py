@@ -380,8 +380,8 @@ class Exchange:
         now_s = time.monotonic()
         if self._dispatch is not None:
             self._dispatch.ended(outcome, now_s)
-        self._reply.send(*refusals.answer(error, self._shown_id))
-        self._finish(error.status, outcome, now_s, error.code)
+        self._reply.send(*refusals.answer(error, self._shown_id, self._request.path))
+        self._finish(error.status, outcome, now_s, refusals.recorded_code(error))
 
     def _finish(
         self, status: int, outcome: Outcome, now_s: float, code: str | None = None, answered: Answered | None = None
