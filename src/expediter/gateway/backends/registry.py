@@ -233,13 +233,16 @@ class Backends:
         if decision is None:
             if self._fleets.is_full(model, excluded):
                 return Busy()
-            waits_s = (each.up_in_s() for each in self._fleets.members(model) if each.up_in_s is not None)
-            return NobodyUp(min(waits_s, default=1.0))
+            return NobodyUp(min((self._back_in_s(each, now_s) for each in self._fleets.members(model)), default=1.0))
         backend = self._backends[decision.replica_id]
         speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
             predicted_s = backend.queue_s(speed) + speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
         return Chosen(backend, decision, model, predicted_s)
+
+    def _back_in_s(self, backend: Backend, now_s: float) -> float:
+        """Return in how many seconds a backend that cannot be chosen may take requests."""
+        return self.health.back_in_s(backend.replica_id, now_s) if backend.up_in_s is None else backend.up_in_s()
 
     def dispatched(self, chosen: Chosen, request: Request, now_s: float, *, is_stream: bool) -> Dispatch:
         """Count a request where it goes, before a byte of it is sent."""

@@ -108,7 +108,7 @@ class Door:
         if request.method != "POST":
             return None
         if self._drain.is_draining:
-            return self._refusal(request, refusals.shutting_down())
+            return self._refusal(request, refusals.shutting_down(self._drain.retry_after_s))
         if tenant is not None and request.path in MODEL_PATHS and _is_large(request):
             exceeded = self._parts.limits.refusal(tenant.name, request.arrived_s)
             if exceeded is not None:
@@ -184,7 +184,7 @@ class Door:
     def end_exchanges(self) -> None:
         """End all exchanges with foreign backends now, with an error."""
         for exchange in tuple(self._live.values()):
-            exchange.end_now()
+            exchange.end_now(self._drain.retry_after_s)
 
     def _ended(self, record: ExchangeRecord) -> None:
         del self._live[record.request_id]

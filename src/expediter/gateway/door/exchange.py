@@ -363,7 +363,7 @@ class Exchange:
         if self._dispatch.backend is backend:
             relay.give_up(failure, time.monotonic())
 
-    def end_now(self) -> None:
+    def end_now(self, retry_after_s: float) -> None:
         """End with an error, whatever it is at: the server is about to stop. The own API ends its requests itself."""
         relay = self._relay
         if relay is not None and relay.first_byte_s is not None:
@@ -371,7 +371,7 @@ class Exchange:
         elif self._dispatch is None or relay is not None:
             if relay is not None:
                 relay.cancel()
-            self._refuse(refusals.shutting_down(), Outcome.NO_CAPACITY)
+            self._refuse(refusals.shutting_down(retry_after_s), Outcome.NO_CAPACITY)
 
     # ---- out
 
