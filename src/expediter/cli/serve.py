@@ -149,7 +149,7 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
 
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "replicas of our own need pip install 'expediter[engine]'; to stand in front of other servers: --backend URL"
+            "replicas of our own need pip install 'expediter[engine]'; in front of others, name them: --backend URL"
         )
     from expediter.assembly.serving import ServeConfig, serve
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
