@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from expediter.gateway.app import own_routes
+from expediter.gateway.bodies import refused_fields
 from expediter.gateway.openapi import OPERATIONS, document
 
 NUM_EXAMPLES = 25
@@ -88,3 +90,27 @@ def test_requests_made_from_the_document(
     run()
     assert tried
     assert server.complete("alive").json["choices"][0]["text"] == "alive"
+
+
+def test_the_page_tells_of_every_parameter() -> None:
+    """Each field of each body is in its section of docs/api.md, on the right side."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    shared = sections["Fields of every API"]
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+    ):
+        heading = next(heading for heading in sections if f"`{path}`" in heading)
+        kind = OPERATIONS[path].body
+        assert kind is not None
+        told: dict[str, str] = {}
+        for names, words in re.findall(r"^\| (`.+?) \| (.+?) \|$", shared + sections[heading], re.MULTILINE):
+            told |= dict.fromkeys(re.findall(r"`(\w+)`", names), words)
+        refused = refused_fields(kind)
+        for name in kind.__struct_fields__:
+            assert name in told, f"{path}: {name}"
+            assert told[name].startswith("refused") == (name in refused), f"{path}: {name} is {told[name]}"
