@@ -162,7 +162,7 @@ class Exchange:
         max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
             request_id=self.request_id,
-            prompt=body.prompt_tokens(),
+            prompt=parts.backends.prompt_tokens(model, body),
             max_tokens=max_tokens,
             priority=terms.priority,
             cache_salt=terms.cache_salt,

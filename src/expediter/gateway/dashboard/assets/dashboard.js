@@ -230,9 +230,16 @@
     return cell;
   };
 
+  // What a backend serves matters where not all serve the same.
+  const named = (b) => {
+    const cell = element("span", b.name);
+    if (feed.models.length > 1 && b.models.length) cell.append(element("small", ` ${b.models.join(", ")}`));
+    return cell;
+  };
+
   const showBackends = () => {
     const rows = feed.backends.map((b) => [
-      b.name, chip(b.state), b.max_requests == null ? number(b.num_in_flight) : `${b.num_in_flight} of ${b.max_requests}`,
+      named(b), chip(b.state), b.max_requests == null ? number(b.num_in_flight) : `${b.num_in_flight} of ${b.max_requests}`,
       number(b.num_running), number(b.num_waiting), number(b.num_pending_tokens), bar(b.kv_usage),
       b.metrics_age_s == null ? (b.is_own ? "now" : "–") : `${seconds(b.metrics_age_s)} ago`,
     ]);
