@@ -17,6 +17,7 @@ from expediter.core.request import CacheHint, Request, SamplingParams
 from expediter.core.slo import Slo
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.bodies import ChatBody, CompletionBody, decode_body
+from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.service import GatewayConfig, Service
 from expediter.gateway.terms import Terms
@@ -42,7 +43,8 @@ INFO = ServerInfo(
 @pytest.fixture
 def service(model_folder: Path) -> Iterator[Service]:
     config = GatewayConfig(model_names=("m",), max_model_len=100, num_kv_tokens=64, info=INFO)
-    made = Service(config, None, Tokenizer.from_folder(model_folder), VirtualClock(7.0))  # type: ignore[arg-type]
+    text, grammars = Tokenizer.from_folder(model_folder), Grammars(model_folder)
+    made = Service(config, None, text, VirtualClock(7.0), grammars)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -50,14 +52,14 @@ def service(model_folder: Path) -> Iterator[Service]:
 def completion(service: Service, prompt: Any = "abc", **fields: Any) -> list[Request]:
     body = decode_body(msgspec.json.encode({"prompt": prompt, **fields}), COMPLETION)
     prompts = asyncio.run(service.completion_prompts(body))
-    return [choice.request for choice in service.completion(body, prompts, TERMS).choices]
+    return [choice.request for choice in service.completion(body, prompts, TERMS, None).choices]
 
 
 def chat(service: Service, **fields: Any) -> list[Request]:
     messages = [{"role": "user", "content": "abc"}]
     body = decode_body(msgspec.json.encode({"messages": messages, **fields}), CHAT)
     prompt = asyncio.run(service.chat_prompt(body.messages))
-    return [choice.request for choice in service.chat(body, prompt, TERMS).choices]
+    return [choice.request for choice in service.chat(body, prompt, TERMS, None).choices]
 
 
 def test_defaults(service: Service) -> None:

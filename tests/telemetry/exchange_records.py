@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from expediter.core.explanation import Reason, Span
+from expediter.control.routing.base import Candidate, Placement
 from expediter.core.slo import Slo
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
 
 
-def routed(now_s: float = 0.0, **details: Any) -> Span:
-    told = {"replica": 0, "because": "it costs least", "policy": "predicted_ttft", "cause": "cached", **details}
-    return Span(now_s, now_s, Reason.ROUTED, told)
+def routed(*costs: float, num_cached_tokens: int = 0) -> Placement:
+    """Return the choice of replica 0 among those with these costs."""
+    candidates = tuple(Candidate(number, cost, 0) for number, cost in enumerate(costs))
+    return Placement(replica_id=0, because="it costs least", candidates=candidates, num_cached_tokens=num_cached_tokens)
 
 
 def answered(**fields: Any) -> ExchangeRecord:
@@ -30,7 +31,8 @@ def answered(**fields: Any) -> ExchangeRecord:
         "first_byte_s": 101.0,
         "ended_s": 102.0,
         "attempts": (Attempt(backend="b0", dispatched_s=100.5, ended_s=102.0),),
-        "route": routed(100.5, cached_tokens_1=64, cost_1=0.25, replica_1=0),
+        "route": routed(0.25, 0.5, num_cached_tokens=64),
+        "route_backends": ("b0", "b1"),
         "status": 200,
         "outcome": Outcome.OK,
         "num_prompt_tokens": 100,

@@ -10,11 +10,12 @@ from exchange_records import answered, routed
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from expediter.control.routing.base import Placement
 from expediter.core.slo import Slo
-from expediter.telemetry.backend_status import BackendStatus
 from expediter.telemetry.counter_rows import CounterRows, read_rows
 from expediter.telemetry.exchanges import Attempt, Outcome
-from expediter.telemetry.gateway_metrics import GatewayMetrics
+from expediter.telemetry.gateway_metrics import GatewayMetrics, cause_of
+from expediter.telemetry.shown_backend import ShownBackend
 
 PREFIX = "expediter:gateway_"
 
@@ -25,7 +26,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def test_an_answered_request() -> None:
     registry = CollectorRegistry()
-    metrics = GatewayMetrics(registry)
+    metrics = GatewayMetrics(registry, policy="predicted_ttft")
     metrics.record(answered())
     model, who = {"model_name": "m", "backend": "b0"}, {"model_name": "m", "tenant": "alice"}
     assert value(registry, "requests_total", **model, tenant="alice", outcome="ok") == 1
@@ -99,9 +100,23 @@ def test_attempts_limits_and_health() -> None:
     assert (value(registry, "queue_requests"), value(registry, "queue_tokens")) == (3, 4096)
 
 
+@pytest.mark.parametrize(
+    ("route", "cause"),
+    [
+        (routed(), "turn"),
+        (routed(1.0), "cost"),
+        (routed(1.0, 1.0), "cost"),
+        (routed(1.0, 2.0, num_cached_tokens=5), "cached"),
+        (routed(2.0, 1.0, num_cached_tokens=5), "bounded"),
+    ],
+)
+def test_causes_of_routing(route: Placement, cause: str) -> None:
+    assert cause_of(route) == cause
+
+
 def test_backends() -> None:
     registry = CollectorRegistry()
-    backends = [BackendStatus(name="b0", state="ejected", num_in_flight=2, kv_usage=0.5), BackendStatus(name="b1")]
+    backends = [ShownBackend(name="b0", state="ejected", num_in_flight=2, kv_usage=0.5), ShownBackend(name="b1")]
     GatewayMetrics(registry, lambda: backends)
     sample = registry.get_sample_value
     assert sample("expediter:backend_state", {"backend": "b0", "state": "ejected"}) == 1
@@ -115,7 +130,7 @@ def test_labels_are_bounded() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     for number in range(10_000):
-        metrics.record(answered(tenant=f"t{number}", model=f"m{number}", route=routed(cause=f"c{number}")))
+        metrics.record(answered(tenant=f"t{number}", model=f"m{number}"))
     assert len(generate_latest(registry)) < 20_000_000
     samples = [sample for family in registry.collect() for sample in family.samples]
     counts = [(s.labels["tenant"], s.value) for s in samples if s.name == PREFIX + "requests_total"]

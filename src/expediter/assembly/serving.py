@@ -19,6 +19,7 @@ from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
 from expediter.gateway.auth import ApiKeys
+from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.middleware import Drain
 from expediter.gateway.server import StopSignals, bind, first_of, make_http_server, serve_until_signal
@@ -137,19 +138,20 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             if not starting.done():  # a signal came first
                 return
             hellos = starting.result()
-            service = Service(_gateway_config(config, hellos), supervisor, text, clock)
-            drain = Drain()
-            app = build_app(service, metrics, step_log, ApiKeys(config.api_keys, config.file.api_keys), drain)
-            await serve_until_signal(
-                make_http_server(app),
-                sock,
-                supervisor,
-                drain,
-                signals,
-                shutdown_timeout_s=config.shutdown_timeout_s,
-                on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
-            )
-            service.close()
+            async with Grammars(config.model) as grammars:
+                service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
+                drain = Drain()
+                app = build_app(service, metrics, step_log, ApiKeys(config.api_keys, config.file.api_keys), drain)
+                await serve_until_signal(
+                    make_http_server(app),
+                    sock,
+                    supervisor,
+                    drain,
+                    signals,
+                    shutdown_timeout_s=config.shutdown_timeout_s,
+                    on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
+                )
+                service.close()
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)

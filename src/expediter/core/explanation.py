@@ -18,6 +18,8 @@ class Reason(enum.Enum):
 
     ROUTED = "routed"
     """It was sent to a replica."""
+    FORWARDED = "forwarded"
+    """The gateway had sent it to a backend."""
     QUEUED = "queued"
     """Others were tried first."""
     BUDGET = "budget"
@@ -53,7 +55,8 @@ class Span:
     Details by reason; counts in tokens, blocks or requests, times in seconds:
 
     - `ROUTED`: `replica`, `because`; `decode_replica` where another one yields its tokens; of those that were compared,
-      the chosen one first, `replica_1`, `cost_1`, `cached_tokens_1` and so on.
+      the chosen one first, `replica_1`, `cost_1`, `cached_tokens_1` and so on. A gateway names its backends.
+    - `FORWARDED`: `backend`; `failure`, or `first_byte_s` after it was sent, where it was `expected_s`.
     - any kind of waiting: `requests` and `tokens` in the queue when it came, `started` before it did while it waited,
       seconds by what held the queue (`budget_s`, `no_slot_s`, `no_blocks_s`, `batch_s`, `step_s`); while it waits
       still: `ahead_requests`, `ahead_tokens`, `over_age`, and `held_by`, a `Reason`'s value.
@@ -74,6 +77,8 @@ class Span:
         match self.reason:
             case Reason.ROUTED:
                 return _routed(self.details)
+            case Reason.FORWARDED:
+                return _forwarded(self.details)
             case Reason.PREFILLING:
                 return _prefilling(self.details)
             case Reason.DECODING:
@@ -96,12 +101,26 @@ def timeline(spans: Sequence[Span]) -> list[str]:
 
 
 def _routed(details: Mapping[str, Detail]) -> str:
-    told = f"sent to replica {details['replica']}: {details['because']}"
+    told = f"sent to {_replica(details['replica'])}: {details['because']}"
     if "decode_replica" in details:
-        told = f"{told}; replica {details['decode_replica']} goes on with it"
+        told = f"{told}; {_replica(details['decode_replica'])} goes on with it"
     ranks = range(2, 1 + sum(key.startswith("cost_") for key in details))
-    others = [f"replica {details[f'replica_{rank}']} at {details[f'cost_{rank}']:.4g}" for rank in ranks]
+    others = [f"{_replica(details[f'replica_{rank}'])} at {details[f'cost_{rank}']:.4g}" for rank in ranks]
     return f"{told}; at cost {details['cost_1']:.4g}, {', '.join(others)}" if others else told
+
+
+def _replica(which: Detail) -> str:
+    return which if isinstance(which, str) else f"replica {which}"
+
+
+def _forwarded(details: Mapping[str, Detail]) -> str:
+    backend = details["backend"]
+    if "failure" in details:
+        return f"sent to {backend}, which failed: {details['failure']}"
+    if "first_byte_s" not in details:
+        return f"at {backend}, nothing has come from there"
+    told = f"at {backend}; the answer began after {details['first_byte_s']:.3f} s"
+    return f"{told}, expected after {details['expected_s']:.3f} s" if "expected_s" in details else told
 
 
 def _waiting(told: str, details: Mapping[str, Detail]) -> str:

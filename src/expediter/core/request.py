@@ -96,6 +96,29 @@ class CacheHint:
 
 GREEDY: Final = SamplingParams(temperature=0.0)
 
+MAX_GRAMMAR_BYTES: Final = 256 << 10
+"""Longest grammar, in bytes of UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Grammar:
+    """What a request's output has to match. Only the engine looks into the text (`engine/structured.py`).
+
+    Two grammars are equal only if they are one object: an engine keeps what it has compiled as long as that lives.
+
+    Args:
+        text: as the engine's compiler takes it.
+    Raises:
+        RequestError: it is empty or longer than MAX_GRAMMAR_BYTES.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        num_bytes = len(self.text.encode())
+        if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
+            raise RequestError(f"a grammar must have between 1 and {MAX_GRAMMAR_BYTES} bytes, not {num_bytes}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
@@ -107,6 +130,8 @@ class Request:
         max_tokens: most output tokens, at least 1.
         min_tokens: output tokens before a stop token counts.
         stop_token_ids: tokens that end the request, end-of-sequence ids included; empty to ignore them all.
+        grammar: what the output has to match; None for anything. It ends with an end-of-sequence token, so that one has
+            to be among the stop tokens.
         priority: lower runs first (vLLM's convention).
         cache_salt: root of the prefix cache; requests under different salts never share blocks.
         cache_hint: what to do with its KV when it ends; None to leave that to the eviction policy.
@@ -127,6 +152,7 @@ class Request:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams = GREEDY
+    grammar: Grammar | None = None
     priority: int = 0
     cache_salt: str = ""
     cache_hint: CacheHint | None = None

@@ -82,7 +82,8 @@ class Api:
         if body.echo and body.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: prompts have no logprobs here", "echo")
         prompts = await self._service.completion_prompts(body)
-        generation = self._service.completion(body, prompts, self._terms(request, body))
+        grammar = await self._service.grammar(body)
+        generation = self._service.completion(body, prompts, self._terms(request, body), grammar)
         echoes = await self._echoes(body, prompts)
         form = CompletionFormat(self._service.text, echoes, body.logprobs)
         return await self._respond(request, body, generation, form, model)
@@ -91,7 +92,8 @@ class Api:
         body = decode_body(await read_body(request), _CHAT)
         model = self._service.model_name(body.model)
         prompt = await self._service.chat_prompt(body.messages)
-        generation = self._service.chat(body, prompt, self._terms(request, body))
+        grammar = await self._service.grammar(body)
+        generation = self._service.chat(body, prompt, self._terms(request, body), grammar)
         num_alternatives = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatFormat(self._service.text, len(generation.choices), num_alternatives)
         return await self._respond(request, body, generation, form, model)

@@ -42,6 +42,39 @@ class PinHint(msgspec.Struct, forbid_unknown_fields=True):
     pin_s: Annotated[float, Meta(gt=0, le=MAX_PIN_S)]
 
 
+class JsonSchema(msgspec.Struct):
+    """The schema of a `response_format`. Whether `strict` or not, the output matches it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: msgspec.Raw
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any output."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """A JSON object, whatever it holds."""
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's way to say what the output has to match: exactly one of these."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields that completions and chat completions share; null means the default."""
 
@@ -72,9 +105,13 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     tpot_ms: TargetMs | None = None
     deadline_ms: TargetMs | None = None
     refuse_late: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Fields that change the meaning of a request and that we do not have: anything but "off" is refused.
-    response_format: Any = None
-    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     use_beam_search: Any = None
     prompt_logprobs: Any = None
     include_stop_str_in_output: Any = None
@@ -145,7 +182,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 _OFF: Final[dict[str, tuple[Any, ...]]] = {
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "bad_words": ([],),
@@ -160,7 +196,15 @@ _OFF: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
 }
 _UNSUPPORTED: Final = (
-    *("response_format", "structured_outputs", "use_beam_search", "prompt_logprobs", "include_stop_str_in_output"),
+    *(
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "use_beam_search",
+        "prompt_logprobs",
+        "include_stop_str_in_output",
+    ),
     *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice"),
     *("functions", "function_call", "modalities", "audio", "chat_template", "chat_template_kwargs"),
     "continue_final_message",
@@ -205,7 +249,8 @@ def decode_body(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     for name in _UNSUPPORTED:
         value = getattr(body, name, None)
         if value is not None and not any(type(value) is type(off) and value == off for off in _OFF.get(name, ())):
-            raise bad_request(f"{name} is not supported", name)
+            instead = ": structured_outputs has taken its place" if name.startswith("guided_") else ""
+            raise bad_request(f"{name} is not supported{instead}", name)
     return body
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
-from expediter.core.request import CacheHint, Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, Grammar, Request, SamplingParams, TokenArray
 from expediter.core.slo import SloClass
 from expediter.engine.detokenizer import IncrementalDetokenizer
 from expediter.engine.sampling_params import validate_sampling, validate_token_ids
@@ -29,6 +29,7 @@ from expediter.gateway.bodies import (
 )
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.generation import Choice, Generation
+from expediter.gateway.grammars import Grammars, spec_of
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.terms import Terms
@@ -86,14 +87,18 @@ class Service:
 
     Args:
         text: the model's tokenizer and chat template.
+        grammars: compiles what outputs have to match.
     Attributes:
         recent: what clients may still ask about.
     """
 
-    def __init__(self, config: GatewayConfig, supervisor: Supervisor, text: Tokenizer, clock: Clock) -> None:
+    def __init__(
+        self, config: GatewayConfig, supervisor: Supervisor, text: Tokenizer, clock: Clock, grammars: Grammars
+    ) -> None:
         self.config = config
         self.supervisor = supervisor
         self.text = text
+        self.grammars = grammars
         self.recent = RecentRequests(config.max_recent)
         self._clock = clock
         self._ids = itertools.count()
@@ -174,17 +179,29 @@ class Service:
 
     # ---- requests
 
-    def completion(self, body: CompletionBody, prompts: Sequence[Prompt], terms: Terms) -> Generation:
+    async def grammar(self, body: GenerationBody) -> Grammar | None:
+        """Return what the output has to match, compiled once for certain; None for anything.
+
+        Raises:
+            ApiError: it is wrong, or did not compile in time.
+            CapacityError: it cannot be compiled now.
+        """
+        spec = spec_of(body)
+        return None if spec is None else await self.grammars.compile(spec)
+
+    def completion(
+        self, body: CompletionBody, prompts: Sequence[Prompt], terms: Terms, grammar: Grammar | None
+    ) -> Generation:
         """Return the generation of a completion, not submitted yet.
 
         Raises:
             ApiError, RequestError: a field is wrong, or a prompt does not fit.
         """
         return self._generation(
-            body, prompts, terms, "prompt", body.max_tokens, _DEFAULT_COMPLETION_TOKENS, body.logprobs
+            body, prompts, terms, grammar, "prompt", body.max_tokens, _DEFAULT_COMPLETION_TOKENS, body.logprobs
         )
 
-    def chat(self, body: ChatBody, prompt: Prompt, terms: Terms) -> Generation:
+    def chat(self, body: ChatBody, prompt: Prompt, terms: Terms, grammar: Grammar | None) -> Generation:
         """Return the generation of a chat completion, not submitted yet.
 
         Raises:
@@ -195,7 +212,7 @@ class Service:
         max_tokens = body.max_completion_tokens or body.max_tokens
         num_alternatives = (body.top_logprobs or 0) if body.logprobs else None
         return self._generation(
-            body, [prompt], terms, "messages", max_tokens, self.config.max_model_len, num_alternatives
+            body, [prompt], terms, grammar, "messages", max_tokens, self.config.max_model_len, num_alternatives
         )
 
     def _generation(
@@ -203,6 +220,7 @@ class Service:
         body: GenerationBody,
         prompts: Sequence[Prompt],
         terms: Terms,
+        grammar: Grammar | None,
         prompt_field: str,
         max_tokens: int | None,
         default_max_tokens: int,
@@ -230,6 +248,7 @@ class Service:
                     min_tokens=body.min_tokens or 0,
                     stop_token_ids=stop_token_ids,
                     sampling=_with_seed(sampling, number),
+                    grammar=grammar,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
                     cache_hint=_cache_hint(body.cache_hint),

@@ -19,7 +19,7 @@ from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempt
 from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
-from expediter.core.request import CacheHint, FinishReason, Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, FinishReason, Grammar, Request, SamplingParams, TokenArray
 from expediter.core.slo import Slo
 from expediter.runtime.loop import StepRecord
 
@@ -40,6 +40,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     max_tokens: int
     min_tokens: int
     stop_token_ids: tuple[int, ...]
+    grammar: str | None
     priority: int
     cache_salt: str
     pin_s: float
@@ -240,6 +241,7 @@ def submit_frame(requests: Sequence[Request]) -> Submit:
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
         stop_token_ids=request.stop_token_ids,
+        grammar=None if request.grammar is None else request.grammar.text,
         priority=request.priority,
         cache_salt=request.cache_salt,
         pin_s=0.0 if request.cache_hint is None else request.cache_hint.pin_s,
@@ -270,6 +272,7 @@ def requests_of(frame: Submit) -> tuple[Request, ...]:
             max_tokens=frame.max_tokens,
             min_tokens=frame.min_tokens,
             stop_token_ids=frame.stop_token_ids,
+            grammar=None if frame.grammar is None else Grammar(frame.grammar),
             sampling=frame.samplings[0],
             priority=frame.priority,
             cache_salt=frame.cache_salt,

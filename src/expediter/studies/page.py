@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from expediter.pages.assets import plotting_script, plotting_style
+
 Unit = Literal["s", "share", "number"]
 _NUM_SERIES_COLOURS: Final = 12
 _NUM_PART_COLOURS: Final = 8
@@ -184,13 +186,13 @@ class Page:
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 '<meta name="color-scheme" content="light dark">',
                 f"<title>{escape(self.title)}</title>",
-                f"<style>\n{_asset('uPlot.min.css')}\n{_asset('report.css')}</style>",
+                f"<style>\n{plotting_style()}{_asset('report.css')}</style>",
                 "</head>",
                 "<body>",
                 *self._parts,
                 "<noscript><p>The plots need JavaScript; the tables hold the same figures.</p></noscript>",
                 f'<script type="application/json" id="data">{json}</script>',
-                f"<script>\n/*\n{_asset('uPlot-LICENSE')}*/\n{_asset('uPlot.iife.min.js')}\n</script>",
+                f"<script>\n{plotting_script()}\n</script>",
                 f"<script>\n{_asset('report.js')}</script>",
                 "</body>",
                 "</html>\n",

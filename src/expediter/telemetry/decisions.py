@@ -18,7 +18,7 @@ _SHARE_BUCKETS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 _WAITING: Final = tuple(
     reason.value
     for reason in Reason
-    if reason not in (Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED)
+    if reason not in (Reason.FORWARDED, Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED)
 )
 
 DecisionEvent = Queued | Rejected | Admitted | Preempted | FirstToken | Finished

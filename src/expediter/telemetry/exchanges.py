@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from expediter.core.explanation import Span
+from expediter.control.routing.base import Placement
 from expediter.core.slo import NO_SLO, Slo
 from expediter.telemetry.trace_context import TraceContext
 
@@ -65,7 +65,7 @@ class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True):
         arrived_s: its head was here. `queued_s`: it began to wait in the central queue, None if it never did.
         queued_behind_requests, queued_behind_tokens: in the central queue when it came.
         dispatched_s: last attempt, None if there was none. `first_byte_s`: of the response's body.
-        route: why its backend was chosen.
+        route: why its last backend was chosen. `route_backends`: names of the route's candidates.
         num_prompt_tokens, num_output_tokens: as the backend said, or estimated where `usage_is_exact` is false.
         num_cached_tokens: of the prompt, None if the backend did not say.
         num_bytes_in, num_bytes_out: of the bodies, to and from the client.
@@ -89,7 +89,8 @@ class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_byte_s: float | None = None
     ended_s: float
     attempts: tuple[Attempt, ...] = ()
-    route: Span | None = None
+    route: Placement | None = None
+    route_backends: tuple[str, ...] = ()
     status: int
     outcome: Outcome
     error_code: str | None = None

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from expediter.telemetry.backend_status import BackendStatus
+from expediter.telemetry.shown_backend import ShownBackend
 
 LATENCY_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 TPOT_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-BACKEND_STATES: Final = ("up", "ejected", "probing", "draining", "paused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,13 @@ COUNTED: Final = (
     *(EJECTIONS, PROBES, IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS),
 )
 
-BACKEND_GAUGES: Final[dict[str, tuple[str, Callable[[BackendStatus], float | None]]]] = {
+BACKEND_GAUGES: Final[dict[str, tuple[str, Callable[[ShownBackend], float | None]]]] = {
     "expediter:backend_requests_in_flight": ("Requests sent to it that have not ended.", lambda b: b.num_in_flight),
     "expediter:backend_max_requests": ("Requests that it may have at a time.", lambda b: b.max_requests),
+    "expediter:backend_pending_tokens": (
+        "Tokens of prompts sent to it, to be computed.",
+        lambda b: b.num_pending_tokens,
+    ),
     "expediter:backend_requests_running": ("Requests that it runs, by its own metrics.", lambda b: b.num_running),
     "expediter:backend_requests_waiting": ("Requests that wait there, by its own metrics.", lambda b: b.num_waiting),
     "expediter:backend_kv_usage": ("Used share of its KV blocks, by its own metrics.", lambda b: b.kv_usage),

@@ -16,14 +16,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expediter.core.explanation import Span
-from expediter.telemetry.backend_status import BackendStatus
+from expediter.control.routing.base import Placement
 from expediter.telemetry.counter_rows import CounterRows, Key, read_rows, summed
 from expediter.telemetry.exchanges import ExchangeRecord, Outcome
 from expediter.telemetry.gateway_families import (
     BACKEND_GAUGES,
     BACKEND_STATE,
-    BACKEND_STATES,
     BYTES,
     COUNTED,
     E2E,
@@ -48,6 +46,7 @@ from expediter.telemetry.gateway_families import (
     TTFT,
     Family,
 )
+from expediter.telemetry.shown_backend import STATES, ShownBackend
 
 _OTHER: Final = "other"
 _MAX_SERIES: Final = 4096
@@ -58,12 +57,22 @@ _SPARE: Final = 64 << 10
 _Shape = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
+@dataclass(frozen=True, slots=True)
+class AtGateway:
+    """What is at the gateway at a moment; tokens are those of prompts, estimated."""
+
+    num_in_flight: int
+    queue_requests: int
+    queue_tokens: int
+
+
 class GatewayMetrics:
     """Counts what one process of the gateway does, and shows what all of them did.
 
     Args:
         registry: where the metrics are shown.
         backends: asked when somebody looks.
+        policy: name of the routing that chooses among them.
         folder: of the counters that the processes share, None for a single process.
         slot: of this process among them.
         num_slots: of processes.
@@ -72,8 +81,9 @@ class GatewayMetrics:
     def __init__(
         self,
         registry: CollectorRegistry,
-        backends: Callable[[], Sequence[BackendStatus]] = tuple,
+        backends: Callable[[], Sequence[ShownBackend]] = tuple,
         *,
+        policy: str = "",
         folder: Path | None = None,
         slot: int = 0,
         num_slots: int = 1,
@@ -81,6 +91,7 @@ class GatewayMetrics:
         self._rows = CounterRows(None if folder is None else _file(folder, slot))
         self._others = [] if folder is None else [_file(folder, other) for other in range(num_slots) if other != slot]
         self._values = self._rows.values
+        self._policy = policy
         self._series: dict[tuple[str, str, str, Outcome, str], _Series] = {}
         self._places: dict[Key, int] = {}
         self._in_flight, self._queue_length, self._queue_tokens = (
@@ -132,7 +143,9 @@ class GatewayMetrics:
         if record.outcome is Outcome.OVER_LIMIT:
             self._add(LIMITED, series.tenant, record.error_code or _OTHER)
         if record.route is not None:
-            self._routed(record.route, backend)
+            self._add(ROUTED, self._policy, cause_of(record.route))
+            if record.route.num_cached_tokens:
+                values[self._place(HITS, backend)] += record.route.num_cached_tokens
         if len(record.attempts) > 1 or (record.attempts and record.attempts[0].failure is not None):
             self._attempted(record)
 
@@ -155,13 +168,6 @@ class GatewayMetrics:
             values[self._place(PREDICTED, "expected")] += record.predicted_ttft_s
             values[self._place(PREDICTED, "actual")] += actual_s
             values[self._place(PREDICTED, "error")] += abs(record.predicted_ttft_s - actual_s)
-
-    def _routed(self, route: Span, backend: str) -> None:
-        details = route.details
-        self._add(ROUTED, str(details.get("policy", "")), str(details.get("cause", "")))
-        cached = details.get("cached_tokens_1")
-        if cached:
-            self._values[self._place(HITS, backend)] += float(cached)
 
     def _attempted(self, record: ExchangeRecord) -> None:
         failure: str | None = None
@@ -229,6 +235,21 @@ class GatewayMetrics:
         others = [read_rows(path) for path in self._others if path.exists()]
         return summed([self._rows.rows(), *others])
 
+    def at_gateway(self) -> AtGateway:
+        """Return what is at all processes now."""
+        rows = self.rows()
+        return AtGateway(*(int(rows[(family.name,)][0]) for family in (IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS)))
+
+
+def cause_of(route: Placement) -> str:
+    """Return why a backend was chosen: "bounded" (a better one was held back), "cached", "cost" or "turn"."""
+    if not route.candidates:
+        return "turn"
+    cost = route.candidates[0].cost
+    if any(other.cost < cost for other in route.candidates):
+        return "bounded"
+    return "cached" if route.num_cached_tokens else "cost"
+
 
 @dataclass(frozen=True, slots=True)
 class _Series:
@@ -253,7 +274,7 @@ class _Shown(Collector):
     """Makes Prometheus' families of rows and of the backends' states, when it is asked."""
 
     def __init__(
-        self, rows: Callable[[], dict[Key, list[float]]], backends: Callable[[], Sequence[BackendStatus]]
+        self, rows: Callable[[], dict[Key, list[float]]], backends: Callable[[], Sequence[ShownBackend]]
     ) -> None:
         self._rows = rows
         self._backends = backends
@@ -297,10 +318,10 @@ def _add_row(
     metric.add_metric(labels, buckets, values[-1])
 
 
-def _of_backends(backends: Sequence[BackendStatus]) -> Iterator[Metric]:
+def _of_backends(backends: Sequence[ShownBackend]) -> Iterator[Metric]:
     states = GaugeMetricFamily(BACKEND_STATE, "1 for the state that it is in.", labels=("backend", "state"))
     for backend in backends:
-        for state in BACKEND_STATES:
+        for state in STATES:
             states.add_metric((backend.name, state), float(backend.state == state))
     yield states
     for name, (text, value_of) in BACKEND_GAUGES.items():

@@ -1,0 +1,308 @@
+"""What clients want their output to match, and its compilation in processes that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from expediter.core.errors import CapacityError, ConfigurationError
+from expediter.core.request import MAX_GRAMMAR_BYTES, Grammar
+from expediter.engine.structured import GrammarKind
+from expediter.gateway.bodies import GenerationBody, JsonObjectFormat, JsonSchemaFormat
+from expediter.gateway.errors import bad_request
+from expediter.gateway.grammar_worker import LENGTH, Answer, Question
+from expediter.runtime.replica_process import to_its_end
+
+logger = logging.getLogger(__name__)
+
+_START_S: Final = 60.0
+"""For a worker to load the tokenizer; not counted against any grammar."""
+_TIMEOUT_KEPT_S: Final = 60.0
+"""For so long a grammar that took too long is refused without another try."""
+_BUSY: Final = "too many grammars wait to be compiled"
+_ANY_OBJECT: Final = '{"type": "object"}'
+_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar as a client wrote it.
+
+    Attributes:
+        param: field of the body that it came in, for errors.
+    """
+
+    kind: GrammarKind
+    text: str
+    param: str
+
+
+def spec_of(body: GenerationBody) -> GrammarSpec | None:
+    """Return what the output of a request has to match; None for anything.
+
+    Raises:
+        ApiError: 400, the body says it in two ways, or asks for what a grammar rules out.
+    """
+    specs = [spec for spec in (_of_response_format(body), _of_structured_outputs(body)) if spec is not None]
+    if not specs:
+        return None
+    if len(specs) > 1:
+        raise bad_request("give either response_format or structured_outputs", "structured_outputs")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise bad_request(f"{name} does not go with {specs[0].param}: the output ends where it is complete", name)
+    return specs[0]
+
+
+def _of_response_format(body: GenerationBody) -> GrammarSpec | None:
+    match body.response_format:
+        case JsonObjectFormat():
+            return GrammarSpec("json_schema", _ANY_OBJECT, "response_format")
+        case JsonSchemaFormat(json_schema=given):
+            return GrammarSpec("json_schema", _text_of(given.schema, "response_format"), "response_format")
+    return None
+
+
+def _of_structured_outputs(body: GenerationBody) -> GrammarSpec | None:
+    given, param = body.structured_outputs, "structured_outputs"
+    if given is None:
+        return None
+    specs = []
+    if bytes(given.json) not in (b"", b"null"):
+        specs.append(GrammarSpec("json_schema", _text_of(given.json, param), param))
+    if given.json_object:
+        specs.append(GrammarSpec("json_schema", _ANY_OBJECT, param))
+    if given.regex is not None:
+        specs.append(GrammarSpec("regex", given.regex, param))
+    if given.choice is not None:
+        specs.append(GrammarSpec("choice", msgspec.json.encode(given.choice).decode(), param))
+    if given.grammar is not None:
+        specs.append(GrammarSpec("lark", given.grammar, param))
+    if len(specs) != 1:
+        raise bad_request("structured_outputs takes one of json, json_object, regex, choice and grammar", param)
+    return specs[0]
+
+
+def _text_of(schema: msgspec.Raw, param: str) -> str:
+    """Return a schema as it was sent; vLLM's clients may send it as a text, too."""
+    try:
+        text = bytes(schema).decode()
+        return msgspec.json.decode(schema, type=str) if text.startswith('"') else text
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise bad_request(f"{param} is not valid JSON in UTF-8", param) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    answer: Answer
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarLimits:
+    """What compiling may cost.
+
+    Args:
+        deadline_s: for one grammar, from when a worker begins with it.
+        num_workers: grammars that are compiled at once; one that takes all its time holds up few others.
+        max_waiting: grammars that may wait for a worker.
+        max_wait_s: longest time to wait for one.
+        max_known: grammars whose outcome is remembered, good or bad.
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    deadline_s: float = 3.0
+    num_workers: int = 2
+    max_waiting: int = 128
+    max_wait_s: float = 10.0
+    max_known: int = 256
+
+    def __post_init__(self) -> None:
+        if not min(self.deadline_s, self.max_wait_s) > 0:
+            raise ConfigurationError("deadline_s and max_wait_s must be above 0")
+        if min(self.num_workers, self.max_waiting, self.max_known) < 1:
+            raise ConfigurationError("num_workers, max_waiting and max_known must be at least 1")
+
+
+class Grammars:
+    """Compiles grammars for the model in a folder; lives on the gateway's event loop.
+
+    Workers start when they are first needed. Leave it as an async context manager: no worker is left behind then.
+    """
+
+    def __init__(self, folder: Path, limits: GrammarLimits | None = None) -> None:
+        self._folder = folder
+        self._limits = limits or GrammarLimits()
+        self._known: OrderedDict[GrammarSpec, _Known] = OrderedDict()
+        self._under_way: dict[GrammarSpec, asyncio.Task[Answer]] = {}
+        self._turns = asyncio.Semaphore(self._limits.num_workers)
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+
+    async def __aenter__(self) -> Grammars:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = tuple(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in tuple(self._workers):
+            await self._end(worker)
+
+    async def compile(self, spec: GrammarSpec) -> Grammar:
+        """Return the grammar, once a worker has compiled it. Who gives up waiting does not stop it for others.
+
+        Raises:
+            ApiError: 400, it is wrong, too large, or did not compile in time.
+            CapacityError: too many wait, or no worker can be started.
+        """
+        if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise bad_request(f"{spec.param} exceeds {MAX_GRAMMAR_BYTES} bytes", spec.param)
+        known = self._known.get(spec)
+        if known is not None and asyncio.get_running_loop().time() < known.until_s:
+            self._known.move_to_end(spec)
+            answer = known.answer
+        else:
+            answer = await asyncio.shield(self._task(spec))
+        if answer.error:
+            raise bad_request(f"{spec.param}: {answer.error}", spec.param)
+        return Grammar(answer.text)
+
+    def _task(self, spec: GrammarSpec) -> asyncio.Task[Answer]:
+        """Return the compilation of a grammar, one for all who want it."""
+        task = self._under_way.get(spec)
+        if task is None:
+            if len(self._under_way) >= self._limits.num_workers + self._limits.max_waiting:
+                raise CapacityError(_BUSY)
+            task = self._under_way[spec] = asyncio.create_task(self._ask(spec))
+            task.add_done_callback(lambda done: self._settle(spec, done))
+        return task
+
+    def _settle(self, spec: GrammarSpec, task: asyncio.Task[Answer]) -> None:
+        del self._under_way[spec]
+        if task.cancelled() or task.exception() is not None:
+            return
+        answer, now_s = task.result(), asyncio.get_running_loop().time()
+        # What took too long once may only have met a busy machine.
+        self._known[spec] = _Known(answer, now_s + _TIMEOUT_KEPT_S if answer.is_late else math.inf)
+        if len(self._known) > self._limits.max_known:
+            self._known.popitem(last=False)
+
+    async def _ask(self, spec: GrammarSpec) -> Answer:
+        deadline_s = self._limits.deadline_s
+        async with self._worker() as worker:
+            try:
+                return await asyncio.wait_for(worker.ask(Question(spec.kind, spec.text)), deadline_s)
+            except TimeoutError:
+                logger.warning("a grammar did not compile in %g s; its worker is killed", deadline_s)
+                return Answer(error=f"the grammar did not compile within {deadline_s:g} s", is_late=True)
+            except (EOFError, OSError):
+                logger.warning("a grammar ended the worker that compiled it")
+                return Answer(error="the grammar is too complex")
+
+    @contextlib.asynccontextmanager
+    async def _worker(self) -> AsyncIterator[_Worker]:
+        """Have a worker for oneself; one whose answer is still to come afterwards is killed."""
+        try:
+            await asyncio.wait_for(self._turns.acquire(), self._limits.max_wait_s)
+        except TimeoutError as error:
+            raise CapacityError(_BUSY) from error
+        try:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                yield worker
+            finally:
+                if worker.is_free:
+                    self._idle.append(worker)
+                else:
+                    await self._end(worker)
+        finally:
+            self._turns.release()
+
+    async def _start(self) -> _Worker:
+        """Return a new worker that is ready."""
+        worker = await _Worker.start(self._folder)
+        self._workers.add(worker)
+        try:
+            answer = await asyncio.wait_for(worker.read(), _START_S)
+        except BaseException as error:
+            await self._end(worker)
+            if isinstance(error, TimeoutError | EOFError | OSError):
+                logger.exception("a grammar worker does not start")
+                raise CapacityError("structured output is not available now") from error
+            raise
+        if answer.error:
+            await self._end(worker)
+            raise bad_request(answer.error)
+        return worker
+
+    async def _end(self, worker: _Worker) -> None:
+        await to_its_end(worker.end())
+        self._workers.discard(worker)
+
+
+class _Worker:
+    """One process of `grammar_worker`.
+
+    Attributes:
+        is_free: whether it waits for a question; it cannot be used while it does not.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._writer = process.stdin
+        self._reader = process.stdout
+        self.is_free = False
+
+    @classmethod
+    async def start(cls, folder: Path) -> _Worker:
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "expediter.gateway.grammar_worker", str(folder)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C is for the gateway
+            )
+        )
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the answer.
+
+        Raises:
+            EOFError, OSError: the process died over it.
+        """
+        self.is_free = False
+        body = msgspec.msgpack.encode(question)
+        self._writer.write(LENGTH.pack(len(body)) + body)
+        return await self.read()
+
+    async def read(self) -> Answer:
+        """Return the next answer; raises as `ask`."""
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        answer = _ANSWER.decode(await self._reader.readexactly(length))
+        self.is_free = True
+        return answer
+
+    async def end(self) -> None:
+        """Kill the process and wait until it is gone."""
+        self._writer.close()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
