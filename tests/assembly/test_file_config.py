@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from expediter.assembly.file_config import FileConfig, load_file_config
+from expediter.control.limits import Limits
+from expediter.control.waiting import QueueConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import Slo, SloClass, parse_slo
+from expediter.gateway.tenants import TenantConfig
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slo.toml"
 
@@ -18,14 +21,43 @@ def write(tmp_path, text):
 
 
 def test_without_a_file_everything_is_empty():
-    assert load_file_config(None) == FileConfig() == FileConfig(slo_classes={}, api_keys={})
+    assert load_file_config(None) == FileConfig() == FileConfig(slo_classes={}, tenants={})
 
 
-def test_classes_and_keys(tmp_path):
-    text = '[slo_classes.fast]\nttft_s = 1\ntpot_s = 0.05\nvalue = 3\nrefuse_late = true\n[api_keys]\nalice = "k"\n'
+def test_classes(tmp_path):
+    text = "[slo_classes.fast]\nttft_s = 1\ntpot_s = 0.05\nvalue = 3\nrefuse_late = true\n"
     made = load_file_config(write(tmp_path, text))
     assert made.slo_classes == {"fast": SloClass(ttft_s=1.0, tpot_s=0.05, value=3.0, refuse_late=True)}
-    assert made.api_keys == {"alice": "k"}
+
+
+def test_tenants_and_queue(tmp_path):
+    text = """
+        [tenants.alice]
+        key_hashes = ["00"]
+        key_env = ["ALICE_KEY"]
+        weight = 2
+        priority = -1
+        models = ["small"]
+        max_requests_per_minute = 60
+        [anonymous]
+        max_concurrent_requests = 1
+        [queue]
+        ordering = "priority"
+        max_requests = 3
+    """
+    made = load_file_config(write(tmp_path, text))
+    assert made.tenants == {
+        "alice": TenantConfig(
+            key_hashes=("00",),
+            key_env=("ALICE_KEY",),
+            weight=2.0,
+            priority=-1,
+            models=("small",),
+            limits=Limits(max_requests_per_minute=60),
+        )
+    }
+    assert made.anonymous == TenantConfig(limits=Limits(max_concurrent_requests=1))
+    assert made.queue == QueueConfig(ordering="priority", max_requests=3)
 
 
 def test_the_example_of_the_documentation():
@@ -43,9 +75,13 @@ def test_the_example_of_the_documentation():
         ("[slo_classes.fast]\nrefuse_late = 1", "bool"),
         ('[slo_classes."so fast"]', "no name"),
         ("[slo_class.fast]", "slo_class"),
-        ('[api_keys]\nalice = ""', "empty"),
-        ('[api_keys]\nalice = "k"\nbob = "k"', "same API key"),
-        ("[api_keys]\nalice = 3", "str"),
+        ("[tenants.alice]\nkey = 3", "key"),
+        ("[tenants.alice]\nmax_requests_per_minute = 0", "at least 1"),
+        ("[tenants.alice]\npriority = 0.5", "int"),
+        ('[tenants."a/b"]', "no name"),
+        ("[anonymous]\nkey_hashes = []", "key_hashes"),
+        ('[queue]\nordering = "fast"', "fair_share"),
+        ("[queue]\nmax_tokens = -1", "negative"),
         ("nonsense", "it.toml"),
     ],
 )

@@ -1,6 +1,6 @@
 """The real scheduler and a real executor in one loop, with a record of what happened."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from expediter.core.events import Admitted, Finished, Preempted, Tokens
 from expediter.core.plan import TokenLogprobs
 from expediter.core.ports import Executor
-from expediter.core.request import Request
+from expediter.core.request import Carried, Request
 from expediter.scheduling.build import CacheConfig, PolicyConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
 
@@ -44,11 +44,13 @@ def serve(
     arrival_steps: Sequence[int] = (),
     preemption_mode: str = "recompute",
     group_size: int = 1,
+    carried: Mapping[str, Carried] | None = None,
 ) -> Served:
     """Run the requests to their ends; group i is added before step `arrival_steps[i]`, or at the start.
 
     Args:
         group_size: so many requests in a row are sequences of one prompt.
+        carried: by id of requests that are resumed; only further tokens are recorded of them.
     """
     limits = executor.limits
     scheduler = build_scheduler(
@@ -64,7 +66,11 @@ def serve(
     step = 0
     while arrivals or scheduler.has_work:
         while arrivals and arrivals[0][0] <= step:
-            scheduler.add_group(arrivals.pop(0)[1], float(step))
+            group = arrivals.pop(0)[1]
+            if carried and group[0].request_id in carried:
+                scheduler.resume(group[0], carried[group[0].request_id], float(step))
+            else:
+                scheduler.add_group(group, float(step))
         plan = scheduler.plan(float(step))
         step += 1
         _record(served, plan.events)

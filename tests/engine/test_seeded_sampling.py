@@ -11,7 +11,7 @@ from engine_models import VOCAB_SIZE, tiny_llama
 from serving import Served, serve
 from transformers import PreTrainedModel
 
-from expediter.core.request import Request, SamplingParams
+from expediter.core.request import Carried, Request, SamplingParams
 from expediter.engine.executor import TorchExecutor
 from expediter.engine.model import load_model
 from expediter.engine.tokenizer import Tokenizer
@@ -115,3 +115,22 @@ def test_smollm2_in_a_batch(smollm2_folder: Path, smollm2_tokenizer: Tokenizer) 
     assert served.num_mixed_steps > 0
     assert served.num_split_prompts > 0
     _assert_as_alone(model, requests, served)
+
+
+def test_what_goes_on_at_another_replica_says_the_same() -> None:
+    """As after a crash (CASES 35): another executor and scheduler, prompt and half of the output as known tokens."""
+    rng = random.Random(5)
+    model = tiny_llama()
+    requests = _requests([[rng.randrange(VOCAB_SIZE) for _ in range(30)] for _ in KINDS], 24)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
+    executor = TorchExecutor(copy.copy(model), num_blocks=64, block_size=16, max_num_seqs=8)
+    whole = serve(executor, requests, config).outputs
+    cuts = {request.request_id: len(whole[request.request_id]) // 2 for request in requests}
+    assert all(cut > 0 for cut in cuts.values())
+    other = TorchExecutor(copy.copy(model), num_blocks=64, block_size=16, max_num_seqs=8)
+    carried = {
+        name: Carried(output=tuple(whole[name][:cut]), first_scheduled_s=0.0, first_token_s=0.0)
+        for name, cut in cuts.items()
+    }
+    rest = serve(other, requests, config, carried=carried).outputs
+    assert {name: whole[name][:cut] + rest[name] for name, cut in cuts.items()} == whole

@@ -10,7 +10,8 @@ import pytest
 from live_server import LiveServer, start_fake_server
 
 from expediter.gateway.app import Api
-from expediter.gateway.auth import OPEN_PATHS, ApiKeys
+from expediter.gateway.auth import OPEN_PATHS
+from expediter.gateway.tenants import TenantBook
 
 KEYS = ("secret-one", "secret-two")
 
@@ -80,8 +81,11 @@ def test_right_keys(locked: LiveServer, key: str) -> None:
 
 
 def test_keys_are_kept_as_hashes() -> None:
-    keys = ApiKeys(KEYS)
-    assert not any(key in repr(vars(keys)) for key in KEYS)
-    assert keys.tenant_of(b"Bearer secret-two") == ""
-    assert keys.tenant_of(b"Bearer secret-twoo") is None
-    assert not ApiKeys(())
+    book = TenantBook(keys=KEYS)
+    assert not any(key in repr(vars(book)) for key in KEYS)
+    found = book.of_key(b"secret-two")
+    assert found is not None
+    assert found.name == "default"
+    assert book.of_key(b"secret-twoo") is None
+    assert book.anonymous is None
+    assert TenantBook().anonymous is not None

@@ -37,7 +37,7 @@ def make_choice(stops: Sequence[str] = (), min_tokens: int = 0) -> tuple[Choice,
         request_id="r", prompt=np.ones(3, np.int32), max_tokens=1000, min_tokens=min_tokens, stop_token_ids=(EOS,)
     )
     choice = Choice(0, request, IncrementalDetokenizer(tokenizer()), stops)
-    choice.stream = RequestStream(request, 0, asyncio.Event())
+    choice.stream = RequestStream(request, request.request_id, asyncio.Event())
     return choice, choice.stream
 
 

@@ -12,6 +12,7 @@ import pytest
 from live_server import LiveServer, Reply, start_fake_server, wait_until
 
 from expediter.gateway.recent import RecentRequests
+from expediter.gateway.tenants import hash_of
 
 CONFIG = """
 [slo_classes.interactive]
@@ -19,10 +20,10 @@ ttft_s = 0.1
 refuse_late = true
 [slo_classes.batch]
 e2e_s = 600
-[api_keys]
-alice = "key-a"
-bob = "key-b"
 """
+TENANTS = "".join(
+    f'[tenants.{name}]\nkey_hashes = ["{hash_of(key)}"]\n' for name, key in (("alice", "key-a"), ("bob", "key-b"))
+)
 ALICE, BOB = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
 
 
@@ -30,7 +31,7 @@ ALICE, BOB = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"
 def one_slot(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """One sequence at a time, 5 ms a token, the SLO order, two tenants."""
     file = tmp_path_factory.mktemp("config") / "expediter.toml"
-    file.write_text(CONFIG)
+    file.write_text(CONFIG + TENANTS)
     flags = ("--model", "toy", "--step-s", "0.005", "--max-num-seqs", "1", "--ordering", "slo", "--config", str(file))
     with start_fake_server(model_folder, *flags) as live:
         live.metrics_headers = ALICE

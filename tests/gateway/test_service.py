@@ -25,7 +25,9 @@ from expediter.scheduling.build import PolicyConfig
 
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 CHAT = msgspec.json.Decoder(ChatBody)
-TERMS = Terms(tenant="t", slo=Slo(ttft_s=0.5), slo_class="c", value=2.0, refuse_late=True)
+TERMS = Terms(
+    tenant="t", priority=-4, cache_salt="t/s", slo=Slo(ttft_s=0.5), slo_class="c", value=2.0, refuse_late=True
+)
 INFO = ServerInfo(
     preset="p",
     policy=PolicyConfig(),
@@ -65,7 +67,7 @@ def chat(service: Service, **fields: Any) -> list[Request]:
 def test_defaults(service: Service) -> None:
     (request,) = completion(service)
     assert request.prompt.tolist() == [97, 98, 99]
-    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (16, 0, 0, "")
+    assert (request.max_tokens, request.min_tokens) == (16, 0)
     assert request.stop_token_ids == (EOS,)
     assert request.sampling == SamplingParams()
     assert request.arrival_s == 7.0
@@ -80,7 +82,7 @@ def test_every_field(service: Service) -> None:
     fields = {
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.5},
         **{"presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"7": -2}, "max_tokens": 9, "min_tokens": 2},
-        **{"priority": -4, "cache_salt": "s", "cache_hint": {"pin_s": 30}, "stop_token_ids": [9, 8], "logprobs": 2},
+        **{"cache_hint": {"pin_s": 30}, "stop_token_ids": [9, 8], "logprobs": 2},
     }
     (request,) = completion(service, **fields)
     assert request.sampling == SamplingParams(
@@ -95,7 +97,7 @@ def test_every_field(service: Service) -> None:
         logit_bias=((7, -2.0),),
         logprobs=2,
     )
-    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (9, 2, -4, "s")
+    assert (request.max_tokens, request.min_tokens, request.priority, request.cache_salt) == (9, 2, -4, "t/s")
     assert request.cache_hint == CacheHint(pin_s=30.0)
     assert request.stop_token_ids == (8, 9, EOS)
     assert completion(service, ignore_eos=True, stop_token_ids=[9])[0].stop_token_ids == (9,)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import LiveServer
-from starlette.datastructures import Headers
 
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.gateway.bodies import CompletionBody, decode_body
 from expediter.gateway.errors import ApiError
+from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms, terms_of
 
 DECODER = msgspec.json.Decoder(CompletionBody)
@@ -19,22 +19,32 @@ CLASSES = {
     "interactive": SloClass(ttft_s=0.5, tpot_s=0.05, value=2.0, refuse_late=True),
     "batch": SloClass(e2e_s=60.0),
 }
+ALICE = Tenant(name="alice", slo_classes=CLASSES)
 
 
 def terms(headers: dict[str, str] | None = None, **fields: object) -> Terms:
     body = decode_body(msgspec.json.encode({"prompt": "x", **fields}), DECODER)
-    return terms_of(body, Headers(headers or {}), CLASSES, "alice")
+    return terms_of(body, raw(headers or {}), ALICE)
+
+
+def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 def test_nothing_given() -> None:
-    assert terms() == Terms(tenant="alice")
+    assert terms() == Terms(tenant="alice", cache_salt="alice/")
     assert terms().slo == NO_SLO
 
 
 def test_a_class_brings_its_targets() -> None:
     made = terms(slo_class="interactive")
     assert made == Terms(
-        tenant="alice", slo=Slo(ttft_s=0.5, tpot_s=0.05), slo_class="interactive", value=2.0, refuse_late=True
+        tenant="alice",
+        cache_salt="alice/",
+        slo=Slo(ttft_s=0.5, tpot_s=0.05),
+        slo_class="interactive",
+        value=2.0,
+        refuse_late=True,
     )
     assert terms({"X-SLO-Class": "batch"}).slo == Slo(e2e_s=60.0)
 
@@ -74,19 +84,19 @@ def test_wrong_fields(fields: dict[str, object], param: str) -> None:
 @pytest.mark.parametrize("name", ["X-SLO-TTFT-Ms", "X-SLO-TPOT-Ms", "X-Deadline-Ms"])
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e400", "1_0", "0x10", "٣", "1,5", "9" * 12])
 def test_wrong_headers(name: str, value: str) -> None:
-    headers = Headers(raw=[(name.lower().encode(), value.encode())])
+    headers = raw({name: value})
     body = decode_body(b'{"prompt": "x", "ttft_ms": 1, "tpot_ms": 1, "deadline_ms": 1}', DECODER)
     with pytest.raises(ApiError) as caught:
-        terms_of(body, headers, CLASSES, "")
+        terms_of(body, headers, ALICE)
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def test_an_unknown_class_in_the_header_and_a_header_given_twice() -> None:
     with pytest.raises(ApiError, match="batch, interactive"):
         terms({"X-SLO-Class": "gold"})
-    twice = Headers(raw=[(b"x-deadline-ms", b"5"), (b"x-deadline-ms", b"5")])
+    twice = [(b"x-deadline-ms", b"5"), (b"x-deadline-ms", b"5")]
     with pytest.raises(ApiError, match="more than once"):
-        terms_of(decode_body(b'{"prompt": "x"}', DECODER), twice, CLASSES, "")
+        terms_of(decode_body(b'{"prompt": "x"}', DECODER), twice, ALICE)
 
 
 @given(st.floats(0.001, 1e9), st.floats(0.001, 1e9))

@@ -25,7 +25,7 @@ from expediter.core.events import (
 )
 from expediter.core.explanation import Reason, Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
-from expediter.core.request import CacheHint, FinishReason, Request, RequestState, SamplingParams
+from expediter.core.request import CacheHint, Carried, FinishReason, Request, RequestState, SamplingParams
 from expediter.core.slo import Slo
 from expediter.runtime import frames
 from expediter.runtime.frames import (
@@ -43,6 +43,8 @@ from expediter.runtime.frames import (
     encode_frame,
     events_of,
     requests_of,
+    resume_frame,
+    resumed_of,
     step_frame,
     submit_frame,
 )
@@ -97,6 +99,28 @@ def test_groups_that_are_none(change: dict[str, object]) -> None:
     frame = msgspec.structs.replace(submit_frame([make_request()]), **change)
     with pytest.raises(ReplicaError):
         requests_of(decode_gateway_frame(body_of(frame)))  # type: ignore[arg-type]
+
+
+def test_a_resumed_request_crosses_with_its_output() -> None:
+    carried = Carried(
+        output=(5, 0, 2**31 - 1), first_scheduled_s=2.0, first_token_s=3.5, num_cached_tokens=4, num_preemptions=1
+    )
+    request, back = resumed_of(decode_gateway_frame(body_of(resume_frame(make_request(), carried))))  # type: ignore[arg-type]
+    assert all(getattr(back, name) == getattr(carried, name) for name in Carried.__slots__)
+    assert request.request_id == make_request().request_id
+    assert request.prompt.tolist() == make_request().prompt.tolist()
+
+
+def test_what_cannot_be_resumed() -> None:
+    whole = resume_frame(make_request(), Carried(output=(1,) * make_request().max_tokens))
+    group = [make_request(), replace(make_request(), request_id="r2")]
+    for wrong in (
+        whole,
+        msgspec.structs.replace(whole, output=b"123"),
+        msgspec.structs.replace(whole, output=b"", request=submit_frame(group)),
+    ):
+        with pytest.raises(ReplicaError):
+            resumed_of(decode_gateway_frame(body_of(wrong)))  # type: ignore[arg-type]
 
 
 def test_gateway_frames() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from expediter.core.clock import VirtualClock
-from expediter.core.events import Event, Finished, Queued, Rejected, RejectReason, Tokens
+from expediter.core.events import Admitted, Event, Finished, FirstToken, Queued, Rejected, RejectReason, Tokens
 from expediter.core.plan import StepFeatures
 from expediter.core.ports import ExecutorLimits
-from expediter.core.request import FinishReason, Request
-from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, StepRecord
+from expediter.core.request import Carried, FinishReason, Request
+from expediter.runtime.loop import Abort, Command, Drain, ReplicaLoop, Resume, StepRecord
 from expediter.runtime.recorded import run_recorded
 from expediter.scheduling.build import CacheConfig, build_scheduler
 from expediter.scheduling.config import SchedulerConfig
@@ -105,6 +105,20 @@ def test_aborts_and_draining() -> None:
         ("b", FinishReason.ABORT),
     }
     assert [(e.request_id, e.reason) for e in recorder.of(Rejected)] == [("c", RejectReason.SHUTDOWN)]
+
+
+def test_a_request_of_another_replica_goes_on() -> None:
+    loop, inbox, recorder, _ = make_loop()
+    given = request("a")
+    tokens = toy_generate(given.prompt, 5, VOCAB_SIZE)
+    carried = Carried(output=tuple(tokens[:2]), first_scheduled_s=0.0, first_token_s=1.0)
+    inbox.commands += [Drain(), Resume(given, carried)]
+    while loop.run_once():
+        pass
+    assert recorder.tokens("a") == tokens[2:]
+    assert [(event.resumed, event.num_known_tokens) for event in recorder.of(Admitted)] == [(True, 8)]
+    assert not recorder.of(FirstToken)
+    assert [(e.num_prompt_tokens, e.num_output_tokens) for e in recorder.of(Finished)] == [(6, 5)]
 
 
 def test_recorded_arrivals_keep_their_times_and_order() -> None:

@@ -6,8 +6,23 @@ tpot_s = 0.05
 value = 2.0          # weight in goodput, 1 by default
 refuse_late = true   # rather refused than late, false by default
 
-[api_keys]           # of a server: the tenant's name, and its key
-alice = "..."
+[tenants.alice]      # of a server: who may come in, see docs/tenants.md
+key_hashes = ["..."] # SHA-256 of its keys; `expediter key` makes one
+key_env = ["ALICE_KEY"]           # environment variables that hold keys of it as they are
+weight = 2.0
+priority = -1
+models = ["small"]
+slo_class = "interactive"
+max_requests_per_minute = 600
+max_tokens_per_minute = 100_000
+max_concurrent_requests = 16
+
+[anonymous]          # who comes without a key: the same, without keys
+
+[queue]              # of a server: where requests wait while all replicas are at their limit
+ordering = "fair_share"
+max_requests = 1024
+max_tokens = 4_194_304
 
 [failures]           # of a simulation: the fields of `sim.failures.FailureConfig`
 crash_every_s = 600.0
@@ -18,15 +33,18 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from expediter.control.limits import Limits
+from expediter.control.waiting import QueueConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
+from expediter.gateway.tenants import TenantBook, TenantConfig
 from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -38,24 +56,37 @@ class FileConfig:
 
     Args:
         slo_classes: by name.
-        api_keys: a server's keys by tenant; a simulation has no use for them.
+        tenants, anonymous, queue: of a server; a simulation has no use for them.
         failures: what goes wrong in a simulation; a server has no use for them.
+        path: of the file; None if there is none.
     Raises:
-        ConfigurationError: a name cannot stand in a header or a label, or a key is empty or given twice.
+        ConfigurationError: a name cannot stand in a header or a label.
     """
 
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
-    api_keys: Mapping[str, str] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    anonymous: TenantConfig | None = None
+    queue: QueueConfig = field(default_factory=QueueConfig)
     failures: FailureConfig = NO_FAILURES
+    path: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in (*self.slo_classes, *self.api_keys):
+        for name in (*self.slo_classes, *self.tenants):
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(f"{name!r} is no name: up to 64 of the characters A-Z a-z 0-9 _ . -")
-        if not all(self.api_keys.values()):
-            raise ConfigurationError("an API key must not be empty")
-        if len(set(self.api_keys.values())) < len(self.api_keys):
-            raise ConfigurationError("two tenants have the same API key")
+
+    def tenant_book(self, api_keys: Iterable[str], environment: Mapping[str, str]) -> TenantBook:
+        """Return who may come in.
+
+        Args:
+            api_keys: keys that were given without a name.
+            environment: where the file's `key_env` looks.
+        Raises:
+            ConfigurationError: a key, a class or a weight is wrong; names the tenant.
+        """
+        return TenantBook(
+            self.tenants, self.anonymous, slo_classes=self.slo_classes, keys=api_keys, environment=environment
+        )
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -64,6 +95,36 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     e2e_s: float | None = None
     value: float = 1.0
     refuse_late: bool = False
+
+
+class _Anonymous(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    weight: float = 1.0
+    priority: int | None = None
+    models: tuple[str, ...] | None = None
+    slo_class: str = ""
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    def config(self) -> TenantConfig:
+        fields = msgspec.structs.asdict(self)
+        limits = Limits(**{name: fields.pop(name) for name in tuple(fields) if name.startswith("max_")})
+        return TenantConfig(limits=limits, **fields)
+
+
+class _Tenant(_Anonymous, forbid_unknown_fields=True, kw_only=True):
+    key_hashes: tuple[str, ...] = ()
+    key_env: tuple[str, ...] = ()
+
+
+class _Queue(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    ordering: str | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+    def config(self) -> QueueConfig:
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return QueueConfig(**given)
 
 
 class _Crash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -99,7 +160,9 @@ class _Failures(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     slo_classes: dict[str, _Class] = {}
-    api_keys: dict[str, str] = {}
+    tenants: dict[str, _Tenant] = {}
+    anonymous: _Anonymous | None = None
+    queue: _Queue = msgspec.field(default_factory=_Queue)
     failures: _Failures = msgspec.field(default_factory=_Failures)
 
 
@@ -114,7 +177,14 @@ def load_file_config(path: str | Path | None) -> FileConfig:
     try:
         content = msgspec.convert(tomllib.loads(Path(path).read_text("utf-8")), _File)
         classes = {name: SloClass(**msgspec.structs.asdict(row)) for name, row in content.slo_classes.items()}
-        return FileConfig(slo_classes=classes, api_keys=content.api_keys, failures=content.failures.config())
+        return FileConfig(
+            slo_classes=classes,
+            tenants={name: row.config() for name, row in content.tenants.items()},
+            anonymous=None if content.anonymous is None else content.anonymous.config(),
+            queue=content.queue.config(),
+            failures=content.failures.config(),
+            path=Path(path),
+        )
     except OSError as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except (ValueError, ConfigurationError) as error:  # TOML, its encoding, and msgspec's errors are ValueErrors

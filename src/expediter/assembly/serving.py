@@ -12,18 +12,19 @@ from typing import Final
 
 import uvloop
 
-from expediter.assembly.file_config import FileConfig
+from expediter.assembly.file_config import FileConfig, load_file_config
 from expediter.assembly.presets import Preset
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
-from expediter.gateway.auth import ApiKeys
 from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.middleware import Drain
+from expediter.gateway.reload import TenantReload
 from expediter.gateway.server import StopSignals, bind, first_of, make_http_server, serve_until_signal
 from expediter.gateway.service import GatewayConfig, Service
+from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
 from expediter.runtime.spec import ReplicaSpec
@@ -47,8 +48,8 @@ class ServeConfig:
         max_num_batched_tokens: None for the preset's, or what its batching needs.
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
         swap_space_bytes: host memory of each replica for the KV of preempted requests.
-        api_keys: keys of nobody in particular; none here and none in `file`: everybody may come in.
-        file: SLO classes, and keys of tenants.
+        api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
+        file: SLO classes, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
     Raises:
         ConfigurationError: a value is out of range.
@@ -87,8 +88,6 @@ class ServeConfig:
             raise ConfigurationError(f"block_size must be at least 1, not {self.preset.block_size}")
         if not self.shutdown_timeout_s >= 0:
             raise ConfigurationError("shutdown_timeout_s must not be negative")
-        if not all(self.api_keys):
-            raise ConfigurationError("an API key must not be empty")
         if self.preset.cluster.routing.prefix_knowledge == "exact":
             raise ConfigurationError("prefix_knowledge exact is for simulations: no server looks into its replicas")
         if self.preset.cluster.prefill_share:
@@ -120,6 +119,7 @@ def serve(
 
 
 async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_command: Sequence[str]) -> None:
+    tenants = Tenants(_tenant_book(config.file, config.api_keys))
     metrics, step_log, clock = ServerMetrics(config.model_names[0]), StepLog(), MonotonicClock()
     text = Tokenizer.from_folder(config.model)
     supervisor = Supervisor(
@@ -133,6 +133,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
     )
     with bind(config.host, config.port) as sock, StopSignals() as signals:
         starting = asyncio.create_task(supervisor.start())
+        reloading = _reloading(config, tenants)
         try:
             await first_of(asyncio.shield(starting), signals.first.wait())
             if not starting.done():  # a signal came first
@@ -141,7 +142,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             async with Grammars(config.model) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
                 drain = Drain()
-                app = build_app(service, metrics, step_log, ApiKeys(config.api_keys, config.file.api_keys), drain)
+                app = build_app(service, metrics, step_log, tenants, drain)
                 await serve_until_signal(
                     make_http_server(app),
                     sock,
@@ -153,9 +154,23 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 )
                 service.close()
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            for task in (starting, *reloading):
+                task.cancel()
+            await asyncio.gather(starting, *reloading, return_exceptions=True)
             await supervisor.stop()
+
+
+def _tenant_book(file: FileConfig, api_keys: Sequence[str]) -> TenantBook:
+    return file.tenant_book(api_keys, os.environ)
+
+
+def _reloading(config: ServeConfig, tenants: Tenants) -> list[asyncio.Task[None]]:
+    """Start to watch the configuration file, if there is one."""
+    path = config.file.path
+    if path is None:
+        return []
+    reload = TenantReload(path, lambda: _tenant_book(load_file_config(path), config.api_keys), tenants)
+    return [asyncio.create_task(reload.run())]
 
 
 def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
@@ -165,6 +180,10 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
     several times as long.
     """
     num_threads = max((_num_cores() - 1) // config.num_replicas, 1)
+    weights = {name: tenant.weight for name, tenant in config.file.tenants.items()}
+    if config.file.anonymous is not None:
+        weights[""] = config.file.anonymous.weight
+    scheduler = replace(config.preset.scheduler, tenant_weights={**config.preset.scheduler.tenant_weights, **weights})
     return [
         ReplicaSpec(
             replica_id=number,
@@ -176,7 +195,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             num_blocks=config.num_blocks,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             swap_space_bytes=config.swap_space_bytes,
-            scheduler=config.preset.scheduler,
+            scheduler=scheduler,
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.preset.policy,
@@ -202,7 +221,6 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
     return GatewayConfig(
         model_names=config.model_names,
         max_model_len=max_model_len,
-        slo_classes=config.file.slo_classes,
         # A request has its own id, the response's and perhaps the client's.
         max_recent=3 * preset.scheduler.max_explanations * len(hellos),
         num_kv_tokens=min(hello.limits.num_blocks * hello.limits.block_size for hello in hellos),

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from expediter import __version__
-from expediter.cli import claims, compare, plan, replay, serve, simulate, trace
+from expediter.cli import claims, compare, key, plan, replay, serve, simulate, trace
 from expediter.core.errors import ExpediterError
 
-COMMANDS = (serve, simulate, compare, plan, replay, trace, claims)
+COMMANDS = (serve, key, simulate, compare, plan, replay, trace, claims)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -25,8 +25,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     network = parser.add_argument_group("network")
     network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     network.add_argument("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
-    network.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for a key; may be repeated")
-    network.add_argument("--config", metavar="FILE", help="TOML file with SLO classes and keys of tenants")
+    network.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="a key of the tenant `default`; may be repeated"
+    )
+    network.add_argument("--config", metavar="FILE", help="TOML file with SLO classes and tenants")
     network.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that clients use")
     network.add_argument(
         "--shutdown-timeout",
@@ -93,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
     )
-    if args.host not in _LOOPBACK and not args.api_key and not file.api_keys:
-        print(f"expediter: warning: {args.host} may be reached by others, and no --api-key is set", file=sys.stderr)
+    if args.host not in _LOOPBACK and not args.api_key and not file.tenants:
+        print(f"expediter: warning: {args.host} may be reached by others, and no keys are asked for", file=sys.stderr)
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
     serve(config, lambda line: print(line, flush=True))
     return 0

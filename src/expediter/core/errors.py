@@ -22,7 +22,15 @@ class RequestError(ExpediterError):
 
 
 class CapacityError(ExpediterError):
-    """No room now; the client may retry (HTTP 429 or 503)."""
+    """No room now; the client may retry (HTTP 503).
+
+    Attributes:
+        retry_after_s: when it is likely to be worth it.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ReplicaError(ExpediterError):

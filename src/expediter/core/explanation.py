@@ -20,6 +20,8 @@ class Reason(enum.Enum):
     """It was sent to a replica."""
     FORWARDED = "forwarded"
     """The gateway had sent it to a backend."""
+    INTERRUPTED = "interrupted"
+    """The replica that had it was lost; it waited for another one."""
     QUEUED = "queued"
     """Others were tried first."""
     BUDGET = "budget"
@@ -56,6 +58,7 @@ class Span:
 
     - `ROUTED`: `replica`, `because`; `decode_replica` where another one yields its tokens; of those that were compared,
       the chosen one first, `replica_1`, `cost_1`, `cached_tokens_1` and so on. A gateway names its backends.
+    - `INTERRUPTED`: the lost `replica`, and `output_tokens` that its client has from there.
     - `FORWARDED`: `backend`; `failure`, or `first_byte_s` after it was sent, where it was `expected_s`.
     - any kind of waiting: `requests` and `tokens` in the queue when it came, `started` before it did while it waited,
       seconds by what held the queue (`budget_s`, `no_slot_s`, `no_blocks_s`, `batch_s`, `step_s`); while it waits
@@ -79,6 +82,9 @@ class Span:
                 return _routed(self.details)
             case Reason.FORWARDED:
                 return _forwarded(self.details)
+            case Reason.INTERRUPTED:
+                had = _count(self.details, "output_tokens")
+                return f"replica {self.details['replica']} was lost; it goes on elsewhere behind {had} of output"
             case Reason.PREFILLING:
                 return _prefilling(self.details)
             case Reason.DECODING:

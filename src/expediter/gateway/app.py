@@ -17,7 +17,7 @@ from starlette.routing import Route
 from expediter import __version__
 from expediter.core.errors import ExpediterError
 from expediter.core.explanation import Span
-from expediter.gateway.auth import ApiKeys, RequireKey
+from expediter.gateway.auth import RequireKey
 from expediter.gateway.bodies import (
     ChatBody,
     CompletionBody,
@@ -39,6 +39,7 @@ from expediter.gateway.responses import (
     respond_at_once,
 )
 from expediter.gateway.service import Prompt, Service
+from expediter.gateway.tenants import Tenant, Tenants
 from expediter.gateway.terms import Terms, terms_of
 from expediter.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 from expediter.telemetry.step_log import StepLog
@@ -98,8 +99,9 @@ class Api:
         form = ChatFormat(self._service.text, len(generation.choices), num_alternatives)
         return await self._respond(request, body, generation, form, model)
 
-    async def models(self, _: HttpRequest) -> Response:
-        entries = [self._model(name) for name in self._service.config.model_names]
+    async def models(self, request: HttpRequest) -> Response:
+        tenant = _tenant(request)
+        entries = [self._model(name) for name in self._service.config.model_names if tenant.may_use(name)]
         return _json({"object": "list", "data": entries})
 
     async def model(self, request: HttpRequest) -> Response:
@@ -157,7 +159,7 @@ class Api:
     async def explanation(self, request: HttpRequest) -> Response:
         """What held a request and what it did: by our id, the response's, or the client's own X-Request-Id."""
         name = request.path_params["name"]
-        ids = self._service.recent.find(_tenant(request), name)
+        ids = self._service.recent.find(_tenant(request).name, name)
         told = [(one, await self._service.supervisor.explain(one)) for one in ids]
         entries = [{"request_id": one, "spans": _spans(spans)} for one, spans in told if spans]
         if not entries:
@@ -165,7 +167,7 @@ class Api:
         return _json({"id": name, "requests": entries})
 
     def _terms(self, request: HttpRequest, body: GenerationBody) -> Terms:
-        return terms_of(body, request.headers, self._service.config.slo_classes, _tenant(request))
+        return terms_of(body, request.headers.raw, _tenant(request))
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -193,7 +195,7 @@ class Api:
         own = client_request_id(request.scope)
         names = [envelope.response_id] if own is None else [envelope.response_id, own.decode("ascii")]
         ids = [choice.request.request_id for choice in generation.choices]
-        self._service.recent.remember(_tenant(request), names, ids)
+        self._service.recent.remember(_tenant(request).name, names, ids)
         if not body.stream:
             return await respond_at_once(request, generation, envelope)
         options = body.stream_options
@@ -205,14 +207,14 @@ class Api:
         )
 
 
-def build_app(service: Service, metrics: ServerMetrics, step_log: StepLog, keys: ApiKeys, drain: Drain) -> Starlette:
+def build_app(service: Service, metrics: ServerMetrics, step_log: StepLog, tenants: Tenants, drain: Drain) -> Starlette:
     """Return the ASGI application; keys are asked for before anything else looks at a request."""
     api = Api(service, metrics, step_log, drain)
     return Starlette(
         routes=api.routes(),
         middleware=[
             Middleware(EchoRequestId),
-            Middleware(RequireKey, keys=keys),
+            Middleware(RequireKey, tenants=tenants),
             Middleware(DrainGate, drain=drain),
         ],
         exception_handlers={
@@ -229,8 +231,8 @@ async def _client_gone(request: HttpRequest, error: Exception) -> Response:  # n
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def _tenant(request: HttpRequest) -> str:
-    tenant: str = request.scope.get("tenant", "")
+def _tenant(request: HttpRequest) -> Tenant:
+    tenant: Tenant = request.scope["tenant"]
     return tenant
 
 

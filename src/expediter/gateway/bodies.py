@@ -13,14 +13,13 @@ from starlette.requests import Request as HttpRequest
 
 from expediter.core.request import MAX_PIN_S
 from expediter.gateway.errors import ApiError, bad_request
+from expediter.gateway.terms import MAX_SESSION_CHARS, MAX_TARGET_MS
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_N: Final = 64
 MAX_PROMPTS: Final = 256
 MAX_CHOICES: Final = 256
 MAX_STOPS: Final = 16
-MAX_TARGET_MS: Final = 1e9
-MAX_SESSION_CHARS: Final = 256
 
 _INT64_MAX: Final = 2**63 - 1
 PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]

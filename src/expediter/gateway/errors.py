@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from expediter.control.limits import Exceeded, Limit, Limits
 from expediter.core.errors import CapacityError, ReplicaError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -57,9 +59,35 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def overloaded(message: str, code: str | None = None) -> ApiError:
-    """Return the error for work that cannot be taken now."""
-    return ApiError(503, message, type="service_unavailable", code=code, headers={"Retry-After": "1"})
+def overloaded(message: str, code: str | None = None, retry_after_s: float = 1.0) -> ApiError:
+    """Return the error for work that cannot be taken now, but may be in so many seconds."""
+    return ApiError(503, message, type="service_unavailable", code=code, headers=retry_after(retry_after_s))
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """Return the header that says when to come back: whole seconds, not too early, at least 1; none for never."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))} if math.isfinite(seconds) else {}
+
+
+def over_limit(exceeded: Exceeded, limits: Limits) -> ApiError:
+    """Return the error for a request that its tenant's limits keep out; in OpenAI's shape, with the limit as type."""
+    match exceeded.limit:
+        case Limit.REQUESTS:
+            what = f"{limits.max_requests_per_minute} requests per minute"
+        case Limit.TOKENS:
+            what = f"{limits.max_tokens_per_minute} tokens per minute"
+        case Limit.CONCURRENCY:
+            what = f"{limits.max_concurrent_requests} requests at a time"
+    message = f"the limit of {what} is reached"
+    if not math.isfinite(exceeded.retry_after_s):
+        message = f"the request may take more than the limit of {what}; shorten the prompt or lower max_tokens"
+    headers = retry_after(exceeded.retry_after_s)
+    return ApiError(429, message, type=exceeded.limit.value, code="rate_limit_exceeded", headers=headers)
+
+
+def deadline_exceeded() -> ApiError:
+    """Return the error for a request whose deadline passed while it waited."""
+    return ApiError(504, "the deadline passed before the request was started", type="timeout", code="deadline_exceeded")
 
 
 def replica_lost() -> ApiError:
@@ -75,7 +103,7 @@ def to_api_error(error: Exception) -> ApiError:
         case RequestError():
             return bad_request(str(error), error.param)
         case CapacityError():
-            return overloaded(str(error))
+            return overloaded(str(error), retry_after_s=error.retry_after_s)
         case ReplicaError():
             return replica_lost()
         case HTTPException():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
 from expediter.core.request import CacheHint, Grammar, Request, SamplingParams, TokenArray
-from expediter.core.slo import SloClass
 from expediter.engine.detokenizer import IncrementalDetokenizer
 from expediter.engine.sampling_params import validate_sampling, validate_token_ids
 from expediter.engine.tokenizer import Tokenizer
@@ -54,7 +53,6 @@ class GatewayConfig:
         max_model_len: longest prompt plus output, in tokens.
         num_kv_tokens: tokens that the smallest replica's KV pool holds.
         info: the set-up, for who asks.
-        slo_classes: by name.
         max_recent: newest names of requests that can be asked about.
     Raises:
         ConfigurationError: a value is out of range.
@@ -64,7 +62,6 @@ class GatewayConfig:
     max_model_len: int
     num_kv_tokens: int
     info: ServerInfo
-    slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
     max_recent: int = 4096
 
     def __post_init__(self) -> None:
@@ -249,8 +246,8 @@ class Service:
                     stop_token_ids=stop_token_ids,
                     sampling=_with_seed(sampling, number),
                     grammar=grammar,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
+                    priority=terms.priority,
+                    cache_salt=terms.cache_salt,
                     cache_hint=_cache_hint(body.cache_hint),
                     tenant=terms.tenant,
                     session=terms.session,

@@ -19,7 +19,7 @@ from expediter.core.events import Admitted, Event, Finished, FirstToken, Preempt
 from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
-from expediter.core.request import CacheHint, FinishReason, Grammar, Request, SamplingParams, TokenArray
+from expediter.core.request import CacheHint, Carried, FinishReason, Grammar, Request, SamplingParams, TokenArray
 from expediter.core.slo import Slo
 from expediter.runtime.loop import StepRecord
 
@@ -53,6 +53,17 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True):
     value: float
     refuse_late: bool
     arrival_s: float
+
+
+class ResumeFrame(msgspec.Struct, frozen=True, tag="resume", kw_only=True):
+    """Gateway → replica: a request that another replica had; `output` as raw int32, the rest as in `core.Carried`."""
+
+    request: Submit
+    output: bytes
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    num_cached_tokens: int
+    num_preemptions: int
 
 
 class AbortFrame(msgspec.Struct, frozen=True, tag="abort"):
@@ -144,7 +155,7 @@ class ExplanationFrame(msgspec.Struct, frozen=True, tag="explanation"):
     spans: tuple[Span, ...] | None
 
 
-GatewayFrame = Submit | AbortFrame | ExplainFrame | DrainFrame
+GatewayFrame = Submit | ResumeFrame | AbortFrame | ExplainFrame | DrainFrame
 ReplicaFrame = Hello | Failed | Heartbeat | StepFrame | ExplanationFrame
 ReplicaEvent = Queued | Rejected | Admitted | Preempted | FirstToken | TokensFrame | Finished
 
@@ -288,6 +299,38 @@ def requests_of(frame: Submit) -> tuple[Request, ...]:
         raise ReplicaError(f"invalid request in a frame: {error}") from error
     others = zip(frame.request_ids[1:], frame.samplings[1:], strict=True)
     return (first, *(replace(first, request_id=name, sampling=sampling) for name, sampling in others))
+
+
+def resume_frame(request: Request, carried: Carried) -> ResumeFrame:
+    """Return a request with what it has so far as one frame."""
+    return ResumeFrame(
+        request=submit_frame((request,)),
+        output=np.array(carried.output, _WIRE_DTYPE).tobytes(),
+        first_scheduled_s=carried.first_scheduled_s,
+        first_token_s=carried.first_token_s,
+        num_cached_tokens=carried.num_cached_tokens,
+        num_preemptions=carried.num_preemptions,
+    )
+
+
+def resumed_of(frame: ResumeFrame) -> tuple[Request, Carried]:
+    """Return the request of a frame and what it has so far.
+
+    Raises:
+        ReplicaError: they do not fit each other, or are several requests.
+    """
+    request, *others = requests_of(frame.request)
+    output = decode_tokens(frame.output, len(frame.output) // _WIRE_DTYPE.itemsize)
+    if others or len(output) >= request.max_tokens:
+        raise ReplicaError("a frame resumes what cannot go on")
+    carried = Carried(
+        output=tuple(output.tolist()),
+        first_scheduled_s=frame.first_scheduled_s,
+        first_token_s=frame.first_token_s,
+        num_cached_tokens=frame.num_cached_tokens,
+        num_preemptions=frame.num_preemptions,
+    )
+    return request, carried
 
 
 def decode_tokens(raw: bytes, num_tokens: int) -> TokenArray:

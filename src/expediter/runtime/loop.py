@@ -13,7 +13,7 @@ from expediter.core.events import Event
 from expediter.core.explanation import Span
 from expediter.core.plan import StepFeatures, StepPlan, StepResult, TokenLogprobs
 from expediter.core.ports import Clock, Executor
-from expediter.core.request import FinishReason, Request
+from expediter.core.request import Carried, FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,14 @@ class Abort:
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with a request that ran elsewhere."""
+
+    request: Request
+    carried: Carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class Explain:
     request_id: str
 
 
-Command = tuple[Request, ...] | Abort | Drain | Explain
+Command = tuple[Request, ...] | Resume | Abort | Drain | Explain
 """A request comes as the sequences of its group, most often one."""
 
 
@@ -47,6 +55,8 @@ class SchedulerPort(Protocol):
     def has_work(self) -> bool: ...
 
     def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]: ...
+
+    def resume(self, request: Request, carried: Carried | None, now_s: float) -> list[Event]: ...
 
     def abort(self, request_id: str, now_s: float, reason: FinishReason = ...) -> list[Event]: ...
 
@@ -127,6 +137,8 @@ class ReplicaLoop:
             match command:
                 case tuple():
                     events += self._scheduler.add_group(command, command[0].arrival_s)
+                case Resume(request, carried):
+                    events += self._scheduler.resume(request, carried, self._clock.now())
                 case Abort():
                     events += self._scheduler.abort(command.request_id, self._clock.now(), command.reason)
                 case Explain(request_id):

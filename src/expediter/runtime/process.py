@@ -34,13 +34,15 @@ from expediter.runtime.frames import (
     Heartbeat,
     Hello,
     ReplicaFrame,
+    ResumeFrame,
     Stats,
     decode_gateway_frame,
     encode_frame,
     requests_of,
+    resumed_of,
     step_frame,
 )
-from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, SchedulerPort, StepRecord
+from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, Resume, SchedulerPort, StepRecord
 from expediter.runtime.spec import ReplicaSpec, decode_spec
 from expediter.scheduling.knowledge import Knowledge
 
@@ -155,6 +157,8 @@ class SocketInbox:
 
 def _command_of(frame: GatewayFrame) -> Command:
     match frame:
+        case ResumeFrame():
+            return Resume(*resumed_of(frame))
         case AbortFrame():
             return Abort(frame.request_id, frame.reason)
         case ExplainFrame():

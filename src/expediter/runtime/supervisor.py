@@ -1,63 +1,42 @@
-"""The gateway's side of the replicas: starts and restarts them, dispatches requests, passes events on."""
+"""The gateway's side of the replicas' processes: starts, watches and restarts them, and reads what they send."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from expediter.control.fleet import Fleet, ReplicaProfile, ReplicaSnapshot
-from expediter.control.learning import LearnedSpeed
-from expediter.control.routing.base import Refusal, RouteQuery, Router
-from expediter.control.routing.notes import RoutingNotes
+from expediter.control.routing.base import Router
 from expediter.core.errors import CapacityError, ConfigurationError, ReplicaError
-from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Queued, Rejected
 from expediter.core.ports import Clock
 from expediter.core.request import FinishReason, Request
+from expediter.runtime.dispatch import Dispatcher, ResumeConfig
 from expediter.runtime.frames import (
-    AbortFrame,
     DrainFrame,
     ExplainFrame,
     ExplanationFrame,
     Failed,
     Heartbeat,
     Hello,
-    ReplicaEvent,
     ReplicaFrame,
     Stats,
     StepFrame,
-    TokensFrame,
-    decode_tokens,
     events_of,
-    submit_frame,
 )
-from expediter.runtime.questions import Answer, Questions
+from expediter.runtime.questions import Answer
+from expediter.runtime.replica import ManagedReplica, ReplicaState
 from expediter.runtime.replica_process import ReplicaProcess, to_its_end
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.streams import RequestStream
-from expediter.telemetry.metrics import ReplicaMetrics, ServerMetrics
+from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
 _NOT_SPAWNED: Final = 127
 """Exit code of a command that cannot be run, as shells have it."""
-
-
-_MAX_NOTES: Final = 4096
-"""Routing decisions that can still be explained."""
-
-
-class ReplicaState(enum.Enum):
-    """Where a replica is; only one that is UP gets requests."""
-
-    STARTING = "starting"
-    UP = "up"
-    STALLED = "stalled"
-    DOWN = "down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +50,7 @@ class SupervisorConfig:
         max_step_s: a step that takes longer hangs; the replica is killed and started again.
         min_backoff_s, max_backoff_s: pause before a restart; doubles with each one in a row.
         stable_s: after being up so long, a death is the first in a row again.
+        resume: what is done for the requests of a replica that dies.
     Raises:
         ConfigurationError: the order of the times makes no sense.
     """
@@ -82,39 +62,11 @@ class SupervisorConfig:
     min_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     stable_s: float = 60.0
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
 
     def __post_init__(self) -> None:
         if not 0 < self.stall_s <= self.kill_stalled_s or not 0 < self.min_backoff_s <= self.max_backoff_s:
             raise ConfigurationError("stall_s <= kill_stalled_s and min_backoff_s <= max_backoff_s must be above 0")
-
-
-@dataclass(slots=True, eq=False)
-class _Replica:
-    spec: ReplicaSpec
-    metrics: ReplicaMetrics
-    state: ReplicaState = ReplicaState.STARTING
-    process: ReplicaProcess | None = None
-    hello: Hello | None = None
-    in_flight: dict[str, RequestStream] = field(default_factory=dict)
-    questions: Questions = field(default_factory=Questions)
-    speed: LearnedSpeed = field(default_factory=LearnedSpeed)
-    num_pending_tokens: int = 0
-    num_context_tokens: int = 0
-    num_running: int = 0
-    last_frame_s: float = 0.0
-    turn_age_s: float = 0.0
-    up_since_s: float = 0.0
-    num_deaths_in_a_row: int = 0
-
-    def snapshot(self) -> ReplicaSnapshot:
-        """Return what a router sees of it."""
-        return ReplicaSnapshot(
-            replica_id=self.spec.replica_id,
-            num_requests=len(self.in_flight),
-            num_pending_tokens=self.num_pending_tokens,
-            num_context_tokens=self.num_context_tokens,
-            num_running=self.num_running,
-        )
 
 
 class Supervisor:
@@ -137,14 +89,12 @@ class Supervisor:
         config: SupervisorConfig,
     ) -> None:
         self._command = command
-        self._router = router
-        self._fleet = Fleet()
-        self._notes = RoutingNotes(_MAX_NOTES)
         self._step_log = step_log
         self._clock = clock
         self._config = config
-        self._replicas = [_Replica(spec, metrics.for_replica(spec.replica_id)) for spec in specs]
-        self._by_id = {replica.spec.replica_id: replica for replica in self._replicas}
+        self._replicas = [ManagedReplica(spec, metrics.for_replica(spec.replica_id)) for spec in specs]
+        by_id = {replica.replica_id: replica for replica in self._replicas}
+        self._dispatcher = Dispatcher(by_id, router, clock, config.resume)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._start_error: asyncio.Future[None] | None = None
@@ -186,14 +136,12 @@ class Supervisor:
 
     def fail_in_flight(self) -> None:
         """End every request in flight with an error event now."""
-        for replica in self._replicas:
-            for request_id in tuple(replica.in_flight):
-                self.abort(request_id)
-            self._lose_requests(replica)
+        self._dispatcher.fail_all()
 
     async def stop(self) -> None:
         """End all replicas and wait until their processes are gone; requests in flight end with an error event."""
         self._draining = True
+        self._dispatcher.fail_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -212,30 +160,11 @@ class Supervisor:
         """
         if self._draining:
             raise CapacityError("the server is shutting down")
-        decision = self._router.route(RouteQuery.of(requests, self._clock.now()), self._fleet)
-        if len(self._replicas) > 1:
-            self._notes.note(requests, decision, requests[0].arrival_s)
-        if isinstance(decision, Refusal):
-            raise CapacityError(decision.message)
-        replica = self._by_id[decision.replica_id]
-        assert replica.process is not None
-        streams = [RequestStream(request, decision.replica_id, wake) for request in requests]
-        num_prompt_tokens = requests[0].num_prompt_tokens
-        streams[0].num_pending_tokens = num_prompt_tokens - decision.num_cached_tokens
-        replica.process.send(submit_frame(requests))
-        for stream in streams:
-            replica.in_flight[stream.request.request_id] = stream
-        replica.num_pending_tokens += streams[0].num_pending_tokens
-        replica.num_context_tokens += num_prompt_tokens * len(streams)
-        self._fleet.dispatched(decision.replica_id)
-        replica.metrics.record(Queued(r.request_id, r.arrival_s, r.tenant, r.slo_class, r.slo) for r in requests)
-        return streams
+        return self._dispatcher.submit(requests, wake)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request; its `Finished` follows. One that has ended already is left alone."""
-        for replica in self._replicas:
-            if request_id in replica.in_flight and replica.process is not None:
-                replica.process.send(AbortFrame(request_id, reason))
+        self._dispatcher.abort(request_id, reason)
 
     async def explain(self, request_id: str, timeout_s: float = 5.0) -> Answer:
         """Ask the replicas what held a request; None if none of them knows it (any more).
@@ -256,14 +185,14 @@ class Supervisor:
         except TimeoutError as error:
             raise CapacityError("the replica is busy and did not answer in time") from error
         told = next((answer for answer in answers if answer is not None), None)
-        return None if told is None else self._notes.before(request_id, told)
+        return self._dispatcher.explained(request_id, told)
 
     # ---- state
 
     @property
     def states(self) -> dict[int, ReplicaState]:
         """State of each replica by number."""
-        return {replica.spec.replica_id: replica.state for replica in self._replicas}
+        return {replica.replica_id: replica.state for replica in self._replicas}
 
     @property
     def pids(self) -> dict[int, int]:
@@ -277,16 +206,16 @@ class Supervisor:
 
     @property
     def num_in_flight(self) -> int:
-        return sum(len(replica.in_flight) for replica in self._replicas)
+        return self._dispatcher.num_in_flight
 
     # ---- one replica
 
-    async def _keep_running(self, replica: _Replica) -> None:
+    async def _keep_running(self, replica: ManagedReplica) -> None:
         while True:
             exit_code = await self._run_incarnation(replica)
-            logger.error("replica %d ended with exit code %d", replica.spec.replica_id, exit_code)
+            logger.error("replica %d ended with exit code %d", replica.replica_id, exit_code)
             if self._start_error is not None:
-                self._fail_start(ReplicaError(f"replica {replica.spec.replica_id} exited with code {exit_code}"))
+                self._fail_start(ReplicaError(f"replica {replica.replica_id} exited with code {exit_code}"))
                 return
             if self._clock.now() - replica.up_since_s >= self._config.stable_s:
                 replica.num_deaths_in_a_row = 0
@@ -295,13 +224,13 @@ class Supervisor:
             await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
             replica.metrics.count_restart()
 
-    async def _run_incarnation(self, replica: _Replica) -> int:
+    async def _run_incarnation(self, replica: ManagedReplica) -> int:
         """Start the replica and pass its events on until it is gone; return its exit code."""
         self._set_state(replica, ReplicaState.STARTING)
         try:
             process = await ReplicaProcess.start(self._command, replica.spec)
         except OSError:
-            logger.exception("replica %d cannot be spawned", replica.spec.replica_id)
+            logger.exception("replica %d cannot be spawned", replica.replica_id)
             return _NOT_SPAWNED
         replica.process = process
         replica.last_frame_s = self._clock.now()
@@ -311,18 +240,18 @@ class Supervisor:
                 replica.last_frame_s = self._clock.now()
                 self._receive(replica, frame)
         except Exception:  # whatever a frame does to us: only this replica ends, and it is started again
-            logger.exception("replica %d sent what cannot be handled and is ended", replica.spec.replica_id)
+            logger.exception("replica %d sent what cannot be handled and is ended", replica.replica_id)
             process.kill()
         finally:
             replica.process = None
             self._set_state(replica, ReplicaState.DOWN)
             replica.metrics.set_up(False)
             replica.questions.give_up()
-            self._lose_requests(replica)
+            self._dispatcher.lose(replica)
             exit_code = await to_its_end(process.end())
         return exit_code
 
-    def _receive(self, replica: _Replica, frame: ReplicaFrame) -> None:
+    def _receive(self, replica: ManagedReplica, frame: ReplicaFrame) -> None:
         match frame:
             case Hello():
                 replica.hello = frame
@@ -332,7 +261,7 @@ class Supervisor:
                 if all(other.state is ReplicaState.UP for other in self._replicas):
                     self._all_up.set()
             case Failed():
-                logger.error("replica %d cannot start: %s", replica.spec.replica_id, frame.message)
+                logger.error("replica %d cannot start: %s", replica.replica_id, frame.message)
                 self._fail_start(ConfigurationError(frame.message))
             case Heartbeat():
                 replica.turn_age_s = frame.turn_age_s
@@ -340,81 +269,31 @@ class Supervisor:
                 replica.questions.answer(frame.request_id, frame.spans)
             case StepFrame():
                 for event in events_of(frame):
-                    self._pass_on(replica, event)
+                    self._dispatcher.pass_on(replica, event)
                 replica.turn_age_s = 0.0
                 self._show(replica, frame.stats)
                 if frame.features is not None:
                     replica.metrics.record_step(frame.features, frame.budget_tokens)
                     speed = replica.speed.observe(frame.step_id, frame.features, frame.elapsed_s, frame.budget_tokens)
                     if speed is not None:
-                        self._fleet.learned(replica.spec.replica_id, speed)
-                    self._step_log.append(replica.spec.replica_id, frame.features, frame.elapsed_s)
+                        self._dispatcher.learned(replica, speed)
+                    self._step_log.append(replica.replica_id, frame.features, frame.elapsed_s)
         if replica.state is ReplicaState.STALLED:
-            logger.info("replica %d is moving again", replica.spec.replica_id)
+            logger.info("replica %d is moving again", replica.replica_id)
             self._set_state(replica, ReplicaState.UP)
 
-    def _set_state(self, replica: _Replica, state: ReplicaState) -> None:
-        """Change the state; only who is up is in the fleet."""
-        if (state is ReplicaState.UP) != (replica.state is ReplicaState.UP):
-            if state is ReplicaState.UP:
-                assert replica.hello is not None
-                limits = replica.hello.limits
-                profile = ReplicaProfile(
-                    max_kv_tokens=limits.num_blocks * limits.block_size, caches_prefixes=replica.spec.prefix_caching
-                )
-                self._fleet.join(replica.spec.replica_id, replica.snapshot, profile)
-            else:
-                self._fleet.leave(replica.spec.replica_id)
-        replica.state = state
+    def _set_state(self, replica: ManagedReplica, state: ReplicaState) -> None:
+        """Change the state; only who is up gets requests."""
+        was_up, replica.state = replica.state is ReplicaState.UP, state
+        if was_up and state is not ReplicaState.UP:
+            self._dispatcher.leave(replica)
+        elif state is ReplicaState.UP and not was_up:
+            self._dispatcher.join(replica)
 
-    def _pass_on(self, replica: _Replica, event: ReplicaEvent) -> None:
-        if isinstance(event, TokensFrame):
-            replica.metrics.record_tokens(event.now_s, event.request_ids, event.num_steps)
-            self._pass_tokens_on(replica, event)
-            return
-        if isinstance(event, Queued):
-            return  # counted at dispatch: it may die on the way
-        replica.metrics.record((event,))
-        stream = replica.in_flight.get(event.request_id)
-        if stream is None:
-            return
-        match event:
-            case Admitted():
-                stream.push(event)
-            case Preempted():
-                stream.num_preemptions += 1
-            case FirstToken():
-                self._settle_prompt(replica, stream)
-            case Finished() | Rejected():
-                self._settle_prompt(replica, stream)
-                del replica.in_flight[event.request_id]
-                replica.num_context_tokens -= stream.request.num_prompt_tokens
-                self._fleet.mark(replica.spec.replica_id)
-                stream.push(event)
-
-    def _pass_tokens_on(self, replica: _Replica, event: TokensFrame) -> None:
-        num_requests = len(event.request_ids)
-        tokens = decode_tokens(event.tokens, event.num_steps * num_requests).reshape(event.num_steps, num_requests)
-        columns: list[list[int]] = tokens.T.tolist()
-        for index, request_id in enumerate(event.request_ids):
-            stream = replica.in_flight.get(request_id)
-            if stream is not None:
-                stream.push_tokens(columns[index], event.logprobs[index] if event.logprobs else None)
-
-    def _settle_prompt(self, replica: _Replica, stream: RequestStream) -> None:
-        """Take the prompt off the replica's pending tokens, once."""
-        replica.num_pending_tokens -= stream.num_pending_tokens
-        stream.num_pending_tokens = 0
-        self._fleet.mark(replica.spec.replica_id)
-
-    def _lose_requests(self, replica: _Replica) -> None:
-        for stream in tuple(replica.in_flight.values()):
-            self._pass_on(replica, stream.lost(self._clock.now()))
-
-    def _show(self, replica: _Replica, stats: Stats) -> None:
+    def _show(self, replica: ManagedReplica, stats: Stats) -> None:
         if stats.num_running != replica.num_running:
             replica.num_running = stats.num_running
-            self._fleet.mark(replica.spec.replica_id)
+            self._dispatcher.load_changed(replica)
         replica.metrics.set_gauges(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -444,18 +323,18 @@ class Supervisor:
                 replica.last_frame_s += max(own_lag_s, 0.0)
                 self._judge(replica, now_s - replica.last_frame_s)
 
-    def _judge(self, replica: _Replica, silent_s: float) -> None:
+    def _judge(self, replica: ManagedReplica, silent_s: float) -> None:
         if replica.process is None:
             return
         if replica.state is ReplicaState.STARTING:
             if silent_s >= self._config.start_timeout_s:
                 replica.process.kill()
         elif replica.turn_age_s >= self._config.max_step_s:
-            logger.error("replica %d hangs in a step and is killed", replica.spec.replica_id)
+            logger.error("replica %d hangs in a step and is killed", replica.replica_id)
             replica.process.kill()
         elif silent_s >= self._config.kill_stalled_s:
-            logger.error("replica %d was silent for %.1f s and is killed", replica.spec.replica_id, silent_s)
+            logger.error("replica %d was silent for %.1f s and is killed", replica.replica_id, silent_s)
             replica.process.kill()
         elif silent_s >= self._config.stall_s and replica.state is ReplicaState.UP:
-            logger.warning("replica %d has been silent for %.1f s", replica.spec.replica_id, silent_s)
+            logger.warning("replica %d has been silent for %.1f s", replica.replica_id, silent_s)
             self._set_state(replica, ReplicaState.STALLED)

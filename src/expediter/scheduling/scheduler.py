@@ -171,10 +171,10 @@ class Scheduler:
             state.is_kept = keep
         return self._enqueue(leader, now_s)
 
-    def _enqueue(self, leader: RequestState, now_s: float) -> list[Event]:
+    def _enqueue(self, leader: RequestState, now_s: float, *, is_new: bool = True) -> list[Event]:
         """Queue a request with its followers, or refuse it if it can never run."""
         requests = [state.request for state in leader.members]
-        if self._draining:
+        if self._draining and is_new:
             refusal: tuple[RejectReason, str] | None = RejectReason.SHUTDOWN, "the replica is shutting down"
         else:
             refusal = refusal_of(leader, self.config, self.policy.rules.memory, self._running)
@@ -293,7 +293,7 @@ class Scheduler:
         state.is_kept = keep
         if landing is not None:
             self.kv.landings.assign(landing, state.sequence)
-        return self._enqueue(state, now_s)
+        return self._enqueue(state, now_s, is_new=False)
 
     def extract(self, request_id: str, now_s: float, *, keep: bool = False) -> tuple[Departure, ...]:
         """Take a live request out, with its group as long as that has not forked, to go on elsewhere.
@@ -343,7 +343,7 @@ class Scheduler:
         return self.passage.departures.pop(request_id, None)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that are here run to their end."""
+        """Refuse new requests from now on; those that are here, or are resumed here, run to their end."""
         self._draining = True
 
     def _finish(self, state: RequestState, now_s: float, reason: FinishReason) -> Finished:

@@ -18,7 +18,8 @@ _SHARE_BUCKETS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 _WAITING: Final = tuple(
     reason.value
     for reason in Reason
-    if reason not in (Reason.FORWARDED, Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED)
+    if reason not in (Reason.FORWARDED, Reason.INTERRUPTED, Reason.PREFILLING, Reason.DECODING)
+    and reason not in (Reason.REJECTED, Reason.ENDED)
 )
 
 DecisionEvent = Queued | Rejected | Admitted | Preempted | FirstToken | Finished
@@ -39,6 +40,8 @@ class DecisionMetrics:
     """The metrics of one server, in its registry; `for_replica` makes what feeds them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.live: dict[str, _Live] = {}
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, (*_LABELS, *labels), registry=registry)
 
@@ -85,7 +88,7 @@ class ReplicaDecisions:
     def __init__(self, server: DecisionMetrics, labels: tuple[str, ...]) -> None:
         self._server = server
         self._labels = labels
-        self._live: dict[str, _Live] = {}
+        self._live = server.live
         self._waiting = {reason: server.waiting.labels(*labels, reason) for reason in _WAITING}
         self._budget = server.budget.labels(*labels)
 

@@ -69,6 +69,9 @@ class ServerMetrics:
         self._pending = self._gauge("expediter:num_pending_tokens", "Tokens whose KV is yet to be computed.")
         self._up = self._gauge("expediter:replica_up", "1 while the replica serves.")
         self._restarts = self._counter("expediter:replica_restarts", "Times a replica was started again.")
+        self._resumed = self._counter(
+            "expediter:requests_resumed", "Requests of a lost replica that went on elsewhere, by the lost one."
+        )
         self._queries = self._counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache, at a request's first admission."
         )
@@ -89,6 +92,8 @@ class ServerMetrics:
         )
 
         self._decisions = DecisionMetrics(self.registry)
+        # Of all replicas together: a request may go on at another one than where it began.
+        self._live: dict[str, _Live] = {}
 
     def for_replica(self, replica_id: int) -> ReplicaMetrics:
         """Return the sink for the events of one replica."""
@@ -111,14 +116,14 @@ class ServerMetrics:
 class ReplicaMetrics:
     """`MetricsSink` of one replica; made by `ServerMetrics.for_replica`.
 
-    What it keeps per live request is dropped at the request's end, so it does not grow.
+    What is kept per live request is dropped at the request's end, so it does not grow.
     """
 
     def __init__(self, server: ServerMetrics, replica_id: int) -> None:
         labels = (server._model_name, str(replica_id))
         self._labels = labels
         self._decisions = server._decisions.for_replica(*labels)
-        self._live: dict[str, _Live] = {}
+        self._live = server._live
         self._success = server._success
         self._rejected = server._rejected
         self._running = server._running.labels(*labels)
@@ -127,6 +132,7 @@ class ReplicaMetrics:
         self._pending = server._pending.labels(*labels)
         self._up = server._up.labels(*labels)
         self._restarts = server._restarts.labels(*labels)
+        self._resumed = server._resumed.labels(*labels)
         self._queries = server._queries.labels(*labels)
         self._hits = server._hits.labels(*labels)
         self._preemptions = server._preemptions.labels(*labels)
@@ -140,7 +146,7 @@ class ReplicaMetrics:
 
     @property
     def num_live(self) -> int:
-        """Requests seen that have not ended."""
+        """Requests that have not ended, of all replicas of the server."""
         return len(self._live)
 
     def record(self, events: Iterable[Event]) -> None:
@@ -210,6 +216,9 @@ class ReplicaMetrics:
 
     def count_restart(self) -> None:
         self._restarts.inc()
+
+    def count_resume(self) -> None:
+        self._resumed.inc()
 
     def _admitted(self, event: Admitted) -> None:
         if event.resumed:

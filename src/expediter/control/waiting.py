@@ -1,0 +1,411 @@
+"""The central queue: requests for which no replica has room, in front of all replicas of a model.
+
+The order is that of a replica's queue, by the same classes (`scheduling/ordering`), with the same bound on how long it
+may pass anybody over. What an ordering wants to know of a replica is known here of the fleet: how fast prompts get
+away.
+
+The queue is bounded in requests and in tokens. If it is full, somebody is turned away: the newcomer, or, if its tenant
+has less in the queue for its weight than another, the newest of the tenant that has most. So a flood fills the queue,
+but keeps nobody else out. Source: longest queue drop (Suter et al., INFOCOM 1998).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from expediter.core.errors import ConfigurationError
+from expediter.core.request import Request, RequestState
+from expediter.kvcache.manager import KVCacheManager
+from expediter.scheduling.build import ORDERINGS, Surroundings
+from expediter.scheduling.config import SchedulerConfig
+from expediter.scheduling.knowledge import Knowledge
+from expediter.scheduling.lazy_heap import LazyHeap
+from expediter.scheduling.ordering.queue import WaitingQueue
+
+_UNKNOWN_RETRY_S: Final = 1.0
+_MEMORY_S: Final = 30.0
+"""Time spent with somebody waiting after which what was seen counts 1/e."""
+_HOPELESS: Final = 1.25
+"""A prediction may be off; who would only just be late is not refused for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueConfig:
+    """A central queue.
+
+    Args:
+        ordering: a name as in `PolicyConfig.ordering`.
+        max_requests, max_tokens: most that may wait; one request may wait whatever its size.
+    Raises:
+        ConfigurationError: a bound is negative, or there is no such ordering.
+    """
+
+    ordering: str = "fair_share"
+    max_requests: int = 1024
+    max_tokens: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        if self.ordering not in ORDERINGS:
+            raise ConfigurationError(f"no ordering {self.ordering!r}; there are: {', '.join(ORDERINGS)}")
+        for name in ("max_requests", "max_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"the queue's {name} must not be negative, not {getattr(self, name)}")
+
+
+class QueueFull(NamedTuple):
+    """A request that was not queued; when there is likely to be room for it."""
+
+    retry_after_s: float
+
+
+class Cause(enum.Enum):
+    """Why somebody leaves the queue without having been served."""
+
+    EXPIRED = "expired"
+    """Its deadline has passed."""
+    LATE = "late"
+    """It would rather be refused than late, and is certain to be."""
+    DISPLACED = "displaced"
+    """The queue was full, and its tenant had most in it."""
+
+
+class Leaver(NamedTuple):
+    """A request that has left without having been served."""
+
+    request: Request
+    cause: Cause
+    retry_after_s: float
+
+
+class _FleetKnowledge(Knowledge):
+    """What orderings ask about a replica, as observed of the fleet: prompts per second through the queue's end."""
+
+    def __init__(self, drain: _Drain) -> None:
+        super().__init__()
+        self._drain = drain
+
+    @property
+    def prefill_token_s(self) -> float:
+        return 1 / self._drain.tokens_per_s if self._drain.tokens_per_s else 0.0
+
+    @property
+    def busy_tokens_per_s(self) -> float:
+        return self._drain.tokens_per_s or math.inf
+
+    @property
+    def loaded_token_s(self) -> float:
+        return 0.0  # no step is seen here, so all of a deadline is left for the first token
+
+
+class _Drain:
+    """How fast the queue empties, counted over the time in which somebody waits."""
+
+    def __init__(self) -> None:
+        self._seen_s: float | None = None
+        self._waited_s = 0.0
+        self._num_requests = 0.0
+        self._num_tokens = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens per second; 0 if nothing was seen yet."""
+        return self._num_tokens / self._waited_s if self._waited_s > 0 else 0.0
+
+    def pass_time(self, now_s: float, *, somebody_waits: bool) -> None:
+        """Go on to now; somebody waited up to here or not."""
+        if somebody_waits and self._seen_s is not None:
+            passed_s = max(0.0, now_s - self._seen_s)
+            fade = math.exp(-passed_s / _MEMORY_S)
+            self._waited_s = self._waited_s * fade + passed_s
+            self._num_requests *= fade
+            self._num_tokens *= fade
+        self._seen_s = now_s
+
+    def started(self, num_tokens: int) -> None:
+        """Somebody who waited has got a replica."""
+        self._num_requests += 1
+        self._num_tokens += num_tokens
+
+    def time_s(self, num_requests: float, num_tokens: float) -> float | None:
+        """Return how long so many of either take to get away, whichever takes longer; None if nothing was seen yet."""
+        if not self._num_requests or self._waited_s <= 0:
+            return None
+        return self._waited_s * max(num_requests / self._num_requests, num_tokens / max(self._num_tokens, 1.0))
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a tenant has in the queue; `members` newest last."""
+
+    num_tokens: int = 0
+    members: dict[str, RequestState] = field(default_factory=dict)
+
+
+class _Expiry(NamedTuple):
+    """When somebody who still waits leaves, and why."""
+
+    at_s: float
+    cause: Cause
+
+
+class CentralQueue:
+    """Requests that wait for a replica of one model, and what the ordering has to know of those that have got one.
+
+    A request's life here: `offer`, or `start` at once if there is room and nobody waits; `first` says whose turn it is,
+    `start` that it has a replica, `prefilled` that its first byte has come, `end` that it is over. `remove` takes out a
+    waiting one that has gone. Each costs O(log waiting); a full queue also O(tenants that wait).
+
+    Args:
+        weights: share of a tenant relative to others, 1 by default.
+    """
+
+    def __init__(self, config: QueueConfig, weights: Mapping[str, float] | None = None) -> None:
+        self._config = config
+        self._drain = _Drain()
+        self._clock = 0
+        self._next_sequence = 0
+        self._waiting: dict[str, RequestState] = {}
+        self._started: dict[str, RequestState] = {}
+        self._parts: dict[str, _Part] = {}
+        self._expiries: LazyHeap[RequestState] = LazyHeap()
+        self._causes: dict[int, Cause] = {}
+        self._leavers: list[Leaver] = []
+        self._num_promised = 0.0
+        self._num_promised_tokens = 0.0
+        self._arrange(weights or {})
+
+    def _arrange(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        # There is no KV cache here: one empty block answers every question of an ordering with "nothing is cached".
+        kv = KVCacheManager(num_blocks=1, block_size=1, max_num_seqs=1, max_model_len=1)
+        around = Surroundings(SchedulerConfig(tenant_weights=weights), kv, _FleetKnowledge(self._drain))
+        self._ordering = ORDERINGS[self._config.ordering](around)
+        self._queue = WaitingQueue(self._ordering)
+
+    def reweigh(self, weights: Mapping[str, float], now_s: float) -> None:
+        """Give tenants other weights. Fairness begins anew, and who waits keeps waiting."""
+        self._arrange(weights)
+        for state in self._waiting.values():
+            self._queue.push(state, now_s)
+        for state in self._started.values():
+            self._ordering.admitted(state, 0, self._clock)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self._queue.num_tokens
+
+    # -- a request's life ----------------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, now_s: float, deadline_s: float = math.inf) -> QueueFull | None:
+        """Queue a request, or say when there may be room for it. Others may have to leave for it: see `leavers`.
+
+        Args:
+            deadline_s: when it stops making sense, on the same clock as `now_s`; it leaves the queue then.
+        """
+        self._pass_time(now_s)
+        if not self._make_room(request):
+            return QueueFull(self._promise_s(request.num_prompt_tokens))
+        state = self._state(request)
+        part = self._parts.setdefault(request.tenant, _Part())
+        part.members[request.request_id] = state
+        part.num_tokens += request.num_prompt_tokens
+        self._waiting[request.request_id] = state
+        self._queue.push(state, now_s)
+        expiry = _expiry(request, deadline_s)
+        if expiry.at_s < math.inf:
+            self._expiries.put(state, (expiry.at_s,))
+            self._causes[state.sequence] = expiry.cause
+        if request.refuse_late and request.slo.ttft_s is not None:
+            self._refuse_if_hopeless(state, now_s)
+        return None
+
+    def first(self, now_s: float) -> Request | None:
+        """Return whose turn it is, or None if nobody waits. Those whose time is over are never returned."""
+        self._pass_time(now_s)
+        self._ordering.tick(self._clock)
+        self._let_leave(now_s)
+        state = self._queue.first(now_s)
+        return None if state is None else state.request
+
+    def start(self, request: Request, now_s: float) -> None:
+        """A request has got a replica: one that waited, or one that never had to."""
+        self._pass_time(now_s)
+        state = self._waiting.get(request.request_id)
+        if state is None:
+            state = self._state(request)
+        else:
+            self._take_out(state)
+            self._drain.started(request.num_prompt_tokens)
+            self._num_promised = max(0.0, self._num_promised - 1)
+            self._num_promised_tokens = max(0.0, self._num_promised_tokens - request.num_prompt_tokens)
+        self._ordering.admitted(state, request.num_prompt_tokens, self._clock)
+        self._started[request.request_id] = state
+
+    def prefilled(self, request_id: str) -> None:
+        """A started request's first byte has come, so its prompt is done."""
+        state = self._started.get(request_id)
+        if state is not None:
+            state.num_computed_tokens = state.num_known_tokens
+
+    def end(self, request_id: str, num_output_tokens: int) -> None:
+        """A started request is over, or goes back to the queue (then with 0 tokens); later calls do nothing."""
+        state = self._started.pop(request_id, None)
+        if state is None:
+            return
+        # To the ordering one decodes alone for so many ticks: its service is charged exactly, at its end.
+        self._ordering.joined(state, self._clock)
+        self._clock += num_output_tokens
+        self._ordering.left(state, self._clock)
+
+    def remove(self, request_id: str, now_s: float) -> bool:
+        """Take a waiting request out that has gone; return whether it waited."""
+        self._pass_time(now_s)
+        state = self._waiting.get(request_id)
+        if state is None:
+            return False
+        self._take_out(state)
+        return True
+
+    def leavers(self, now_s: float) -> list[Leaver]:
+        """Return who has left without having been served since the last call, each once."""
+        self._pass_time(now_s)
+        self._let_leave(now_s)
+        found, self._leavers = self._leavers, []
+        return found
+
+    @property
+    def next_expiry_s(self) -> float:
+        """When the next one leaves because its time is over, at the latest; infinity if nobody will."""
+        entry = self._expiries.first()
+        return math.inf if entry is None else entry[0][0]
+
+    def _state(self, request: Request) -> RequestState:
+        self._next_sequence += 1
+        return RequestState(request, self._next_sequence, request.prompt.tobytes())
+
+    def _take_out(self, state: RequestState) -> None:
+        request = state.request
+        del self._waiting[request.request_id]
+        self._queue.remove(state)
+        self._expiries.remove(state)
+        self._causes.pop(state.sequence, None)
+        part = self._parts[request.tenant]
+        del part.members[request.request_id]
+        part.num_tokens -= request.num_prompt_tokens
+        if not part.members:
+            del self._parts[request.tenant]
+        if not self._waiting:
+            self._num_promised = self._num_promised_tokens = 0.0
+
+    def _pass_time(self, now_s: float) -> None:
+        self._drain.pass_time(now_s, somebody_waits=bool(self._waiting))
+
+    # -- who has to leave ----------------------------------------------------------------------------------------------
+
+    def _let_leave(self, now_s: float) -> None:
+        while (entry := self._expiries.first()) is not None and entry[0][0] <= now_s:
+            self._dismiss(entry[1], self._causes[entry[1].sequence])
+        for state, _ in self._ordering.newly_late(now_s):
+            if state.request.refuse_late and state.request.request_id in self._waiting:
+                self._dismiss(state, Cause.LATE)
+
+    def _dismiss(self, state: RequestState, cause: Cause, retry_after_s: float | None = None) -> None:
+        self._take_out(state)
+        if retry_after_s is None:
+            retry_after_s = self._drain.time_s(len(self._waiting), self.num_tokens) or _UNKNOWN_RETRY_S
+        self._leavers.append(Leaver(state.request, cause, retry_after_s))
+
+    def _refuse_if_hopeless(self, state: RequestState, now_s: float) -> None:
+        """Let a newcomer leave at once that wants to be in time and would wait too long. O(waiting)."""
+        place = self._queue.place_among(state, self._waiting.values(), now_s)
+        num_tokens = int(place["ahead_tokens"]) + state.num_known_tokens
+        wait_s = self._drain.time_s(int(place["ahead_requests"]) + 1, num_tokens)
+        if wait_s is not None and is_hopeless(state.request, wait_s, now_s):
+            self._dismiss(state, Cause.LATE, excess_s(state.request, wait_s, now_s))
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, newcomer: Request) -> bool:
+        """Dismiss as many as have to go for a newcomer, or nobody; return whether there is room."""
+        num_requests = len(self._waiting) + 1
+        num_tokens = self.num_tokens + newcomer.num_prompt_tokens
+        victims: list[RequestState] = []
+        if self._is_over(num_requests, num_tokens):
+            own = self._parts.get(newcomer.tenant)
+            own_requests = 1 + (len(own.members) if own else 0)
+            own_tokens = newcomer.num_prompt_tokens + (own.num_tokens if own else 0)
+            own_share = self._share(newcomer.tenant, own_requests, own_tokens)
+            left = {t: (list(p.members.values()), p.num_tokens) for t, p in self._parts.items() if p is not own}
+            while self._is_over(num_requests, num_tokens):
+                tenant = max(left, key=lambda t: self._share(t, len(left[t][0]), left[t][1]), default=None)
+                if tenant is None or self._share(tenant, len(left[tenant][0]), left[tenant][1]) <= own_share:
+                    return False
+                members, tokens = left[tenant]
+                victims.append(members.pop())
+                size = victims[-1].num_known_tokens
+                left[tenant] = (members, tokens - size)
+                num_requests, num_tokens = num_requests - 1, num_tokens - size
+        for victim in victims:
+            self._dismiss(victim, Cause.DISPLACED, self._promise_s(victim.num_known_tokens))
+        return True
+
+    def _is_over(self, num_requests: int, num_tokens: int) -> bool:
+        config = self._config
+        return num_requests > config.max_requests or (num_tokens > config.max_tokens and num_requests > 1)
+
+    def _share(self, tenant: str, num_requests: int, num_tokens: int) -> float:
+        """Return how much of the queue a tenant has for its weight, by what is scarcer."""
+        config = self._config
+        used = max(num_requests / max(config.max_requests, 1), num_tokens / max(config.max_tokens, 1))
+        return used / self._weights.get(tenant, 1.0)
+
+    def _promise_s(self, num_tokens: int) -> float:
+        """Return when somebody who is turned away should come back: after those that were turned away before it.
+
+        If all came back when there is room for one, all but one would be turned away again. It is never longer than
+        all that waits takes to get away.
+        """
+        self._num_promised = min(self._num_promised + 1, max(len(self._waiting), 1))
+        self._num_promised_tokens = min(self._num_promised_tokens + num_tokens, max(self.num_tokens, num_tokens))
+        return self._drain.time_s(self._num_promised, self._num_promised_tokens) or _UNKNOWN_RETRY_S
+
+
+def _expiry(request: Request, deadline_s: float) -> _Expiry:
+    if request.refuse_late:
+        slo, arrival_s = request.slo, request.arrival_s
+        late_s = arrival_s + min(_or_never(slo.ttft_s), _or_never(slo.e2e_s))
+        if late_s < deadline_s:
+            return _Expiry(late_s, Cause.LATE)
+    return _Expiry(deadline_s, Cause.EXPIRED)
+
+
+def _or_never(target_s: float | None) -> float:
+    return math.inf if target_s is None else target_s
+
+
+def is_hopeless(request: Request, predicted_ttft_s: float, now_s: float) -> bool:
+    """Return whether a request would rather be refused now: it said so, and is expected to miss its TTFT by far.
+
+    Args:
+        predicted_ttft_s: from now on; infinity or not a number where nothing is known, which refuses nobody.
+    """
+    if not request.refuse_late or request.slo.ttft_s is None or not math.isfinite(predicted_ttft_s):
+        return False
+    return now_s - request.arrival_s + predicted_ttft_s > _HOPELESS * request.slo.ttft_s
+
+
+def excess_s(request: Request, predicted_ttft_s: float, now_s: float) -> float:
+    """Return by how much a prediction exceeds the TTFT target: when a request like it may be in time, if none comes."""
+    allowed_s = math.inf if request.slo.ttft_s is None else request.slo.ttft_s
+    return max(0.0, now_s - request.arrival_s + predicted_ttft_s - allowed_s)
