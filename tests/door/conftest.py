@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from front_door import FrontDoor, front_door
-from mock_backends import MockBackend, mock_backends
+from tests.door.front_door import FrontDoor, front_door
+from tests.door.mock_backends import MockBackend, mock_backends
 
 
 @pytest.fixture

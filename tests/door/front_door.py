@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mock_backends import MockBackend
+from tests.door.mock_backends import MockBackend
 from tests.gateway.live_server import LiveServer, start_process, wait_until
 
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from front_door import FrontDoor, front_door, num_up, run, until
-from http_client import Answer, ask, ask_all, chat
-from mock_backends import Behaviour, Metrics, MockBackend, mock_backends
+from tests.door.front_door import FrontDoor, front_door, num_up, run, until
+from tests.door.http_client import Answer, ask, ask_all, chat
+from tests.door.mock_backends import Behaviour, Metrics, MockBackend, mock_backends
 from tests.gateway.live_server import wait_until
 
 TIMEOUT_FLAGS = ("--backend-timeout", "1.5")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from front_door import FrontDoor, front_door, run
-from http_client import CHAT, Connection, ask, ask_all, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, front_door, run
+from tests.door.http_client import CHAT, Connection, ask, ask_all, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

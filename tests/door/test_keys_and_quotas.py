@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from front_door import FrontDoor, front_door, num_up, run, until
-from http_client import CHAT, Answer, Connection, ask, ask_all, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, front_door, num_up, run, until
+from tests.door.http_client import CHAT, Answer, Connection, ask, ask_all, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 ALICE = {"authorization": "Bearer sk-alice"}
 BOB = {"authorization": "Bearer sk-bob"}

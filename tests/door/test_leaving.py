@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from front_door import FrontDoor, front_door, run, until
-from http_client import CHAT, Connection, ask, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, front_door, run, until
+from tests.door.http_client import CHAT, Connection, ask, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 SLOW = {"prefill_s": 30.0}
 STREAM = {"num_chunks": 2000, "gap_s": 0.02}

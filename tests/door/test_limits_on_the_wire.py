@@ -6,9 +6,9 @@ import asyncio
 import time
 
 import pytest
-from front_door import FrontDoor, run, until
-from http_client import CHAT, Answer, Connection, ask, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, run, until
+from tests.door.http_client import CHAT, Answer, Connection, ask, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 from expediter.gateway.http.wire import HttpLimits
 

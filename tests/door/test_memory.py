@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from front_door import FrontDoor, front_door, run, until
-from http_client import CHAT, Connection, ask, ask_all, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, front_door, run, until
+from tests.door.http_client import CHAT, Connection, ask, ask_all, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 from expediter.core.clock import VirtualClock
 from expediter.core.request import Request

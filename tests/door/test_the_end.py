@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Sequence
 
-from front_door import FrontDoor, front_door, run, until
-from http_client import CHAT, Answer, Connection, ask, chat
-from mock_backends import Behaviour, MockBackend
+from tests.door.front_door import FrontDoor, front_door, run, until
+from tests.door.http_client import CHAT, Answer, Connection, ask, chat
+from tests.door.mock_backends import Behaviour, MockBackend
 
 
 def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:

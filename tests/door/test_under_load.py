@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from front_door import FrontDoor, front_door, run, until
-from http_client import Answer, ask, ask_all, chat
-from mock_backends import Behaviour, MockBackend, best_hit_share, hit_share, mock_backends
+from tests.door.front_door import FrontDoor, front_door, run, until
+from tests.door.http_client import Answer, ask, ask_all, chat
+from tests.door.mock_backends import Behaviour, MockBackend, best_hit_share, hit_share, mock_backends
 
 
 def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:
