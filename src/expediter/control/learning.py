@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -103,3 +105,27 @@ class LearnedTtft:
             overhead_s=overhead_s,
             is_known=True,
         )
+
+
+_SURE_S: Final = 30.0
+
+
+def hopeful(speed: Speed, rivals: Sequence[Speed], unheard_s: float) -> Speed:
+    """Return what to think of a replica's speed that has said nothing for some time.
+
+    One that was slow once gets nothing while others are free, and would never be seen to have recovered. So after 30 s
+    the gap to the fastest of its rivals halves every 30 s, until it is tried again and says for itself.
+    """
+    if not rivals or unheard_s <= _SURE_S:
+        return speed
+    kept: float = 0.5 ** ((unheard_s - _SURE_S) / _SURE_S)
+
+    def closer(own: float, best: float) -> float:
+        return min(own, best + (own - best) * kept)
+
+    return replace(
+        speed,
+        overhead_s=closer(speed.overhead_s, min(each.overhead_s for each in rivals)),
+        token_s=closer(speed.token_s, min(each.token_s for each in rivals)),
+        decode_s=closer(speed.decode_s, min(each.decode_s for each in rivals)),
+    )

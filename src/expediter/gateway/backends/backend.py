@@ -126,6 +126,11 @@ class Backend:
         num_context = self.num_context_tokens - self.num_pending_tokens
         return speed.queue_s(self.num_pending_tokens, num_waiting, self.num_answered, num_context)
 
+    def heard_s(self) -> float:
+        """Return when anything of a response last came from it, or when it was first sent something after idling."""
+        began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)
+        return max(self.progress_s, max(began, default=self.progress_s))
+
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""
         others = 0 if self.reported is None else self.reported.num_others

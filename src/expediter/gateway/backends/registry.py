@@ -15,14 +15,15 @@ import numpy as np
 
 from expediter.control.fleet import Fleet, ReplicaProfile
 from expediter.control.health import Failure, FleetHealth, HealthConfig, HealthState
-from expediter.control.learning import Answer, LearnedTtft
+from expediter.control.learning import Answer, LearnedTtft, hopeful
 from expediter.control.routing.base import Refusal, RouteQuery, Router
 from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.routing.caches import IndexedCaches
+from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Backend, BackendStatus, Chosen, Dispatch, Ending, Kind, Usage
+from expediter.gateway.backends.backend import Backend, BackendStatus, Chosen, Dispatch, Ending, Kind, Reported, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class _Entry:
     backend: Backend
     slot: int
     learned: LearnedTtft = field(default_factory=LearnedTtft)
+    learned_s: float = 0.0
     profile: ReplicaProfile = field(default_factory=ReplicaProfile)
 
 
@@ -196,6 +198,11 @@ class Backends:
             entry.profile = replace(entry.profile, max_kv_tokens=max_kv_tokens)
             self._index.limit(entry.slot, max_kv_tokens)
 
+    def reported(self, backend: Backend, reported: Reported | None) -> None:
+        """Say what a backend's metrics said, or None that they are too old to count."""
+        backend.reported = reported
+        self._mark(backend)
+
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
         entry = self._entries.get(backend.replica_id)
@@ -306,11 +313,33 @@ class Backends:
             dispatch.backend.num_answered += 1
             self._mark(dispatch.backend)
 
+    def settle_expected(self, now_s: float) -> None:
+        """Settle what must have been computed by now where the first byte comes with the last."""
+        for entry in self._entries.values():
+            for dispatch in entry.backend.live:
+                expected_s = dispatch.predicted_ttft_s
+                if not dispatch.is_stream and expected_s is not None and now_s >= dispatch.at_s + expected_s:
+                    self.settle(dispatch)
+
+    def hope(self, now_s: float) -> None:
+        """Let those who were slow and get nothing look better with time, so that they are tried again one day."""
+        for entry in self._entries.values():
+            if not entry.profile.speed.is_known:
+                continue
+            rivals = [
+                other.profile.speed
+                for other in self._entries.values()
+                if other.profile.speed.is_known and set(other.backend.models) & set(entry.backend.models)
+            ]
+            self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
+
     # ---- health
 
     def ejected(self, backend: Backend, failure: Failure) -> None:
         """Hear that a backend that was in use is ejected."""
         logger.warning("backend %s is ejected: %s", backend.name, failure.value)
+        if failure is Failure.CONNECT:
+            self.forget_prefixes(backend)  # its process is gone, and its cache with it
         self._sync_all(backend)
         self.on_ejected(backend)
 
@@ -320,6 +349,18 @@ class Backends:
             self._heard(backend, lambda replica_id, at_s: self.health.probed(replica_id, None, at_s), now_s)
         elif self.health.probed(backend.replica_id, failure, now_s):
             self.ejected(backend, failure)
+
+    def doubt(self, backend: Backend, now_s: float) -> None:
+        """Say that a backend with requests has been silent for too long: a probe is due."""
+        self.health.doubt(backend.replica_id, now_s)
+
+    def due_probes(self, now_s: float) -> list[Backend]:
+        """Return who is to be probed now; `probed` must follow for each."""
+        due = [self._entries[replica_id].backend for replica_id in self.health.due_probes(now_s)]
+        for backend in due:
+            if backend.is_own:  # its supervisor knows how it is
+                self.health.probed(backend.replica_id, None, now_s)
+        return [backend for backend in due if not backend.is_own]
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
@@ -385,9 +426,15 @@ class Backends:
         elapsed_s = dispatch.first_byte_s - dispatch.at_s
         speed = entry.learned.observe(Answer(dispatch.num_ahead, num_new, dispatch.num_beside, num_output, elapsed_s))
         if speed is not None:
-            entry.profile = replace(entry.profile, speed=speed)
-            for model in dispatch.backend.models:
-                self._groups[model].fleet.learned(dispatch.backend.replica_id, speed)
+            entry.learned_s = dispatch.first_byte_s
+            self._say_speed(entry, speed)
+
+    def _say_speed(self, entry: _Entry, speed: Speed) -> None:
+        if speed == entry.profile.speed:
+            return
+        entry.profile = replace(entry.profile, speed=speed)
+        for model in entry.backend.models:
+            self._groups[model].fleet.learned(entry.backend.replica_id, speed)
 
     def _enter(self, config: BackendConfig, name: str, address: Address) -> Backend:
         if self.named(name) is not None:
