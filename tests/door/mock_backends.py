@@ -330,7 +330,11 @@ class _Connection(asyncio.Protocol):
 
     async def _work(self, arrival: Arrival) -> None:
         behaviour = self.backend.behaviour
-        body = arrival.json
+        try:
+            body = arrival.json
+        except (ValueError, RecursionError):
+            self._reply(400, {"error": {"message": "no JSON", "type": "mock", "param": None, "code": None}})
+            return
         self.backend.cache.look_up(json.dumps(body.get("messages", body.get("prompt", ""))).encode())
         if behaviour.status != 200 and time.monotonic() < behaviour.status_until_s:
             error = {"message": "as told", "type": "mock", "param": None, "code": None}

@@ -197,7 +197,7 @@ def test_ambiguous_framing_is_no_way_in(door: FrontDoor, kind: str) -> None:
     "body",
     [
         *[b"", b"{", b'{"model": "mock"', b'{"model": "mock"} x', b"[]", b'"hi"', b"null", b"7", b"\x00"],
-        *[b'{"model": "mock", "messages": "\\ud800"}', b'\xef\xbb\xbf{"model": "mock"}', b'{"model": "\xff"}'],
+        *[b'{"model": "\\ud800"}', b'\xef\xbb\xbf{"model": "mock"}', b'{"model": "\xff"}'],
         *[b'{"model": ' + b"[" * 100_000, b'{"model": "mock", "messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"],
         *[json.dumps({"model": "mock"}).encode("utf-16"), b'{"x":' * 50_000],
     ],
