@@ -2,8 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 ARGS ?=
+# Environments of engines, routers and clients of others, made when first needed.
+PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/expediter/peers
 
-.PHONY: setup demo serve test check bench clean
+.PHONY: setup demo serve test test-vllm test-clients check bench clean
 
 setup: .venv/.complete
 
@@ -23,6 +25,14 @@ serve: setup  ## Serve SmolLM2 on http://127.0.0.1:8000
 
 test: setup  ## All tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: setup  ## The gateway before two real vLLM servers; vLLM takes 4 GB of disk, once, and 7 GB of memory
+	$(BIN)/python -m benchmarks.peers.environments --cache $(PEERS) vllm
+	EXPEDITER_PEERS=$(PEERS) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+test-clients: setup  ## LangChain, AIPerf and GuideLLM against a server and through the gateway; 3 GB of disk, once
+	$(BIN)/python -m benchmarks.peers.environments --cache $(PEERS) langchain aiperf guidellm
+	EXPEDITER_PEERS=$(PEERS) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 check: setup  ## Lint, format, types, layers
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.slo import Slo, SloClass, parse_slo
 from expediter.gateway.tenants import TenantConfig
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slo.toml"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def write(tmp_path, text):
@@ -60,8 +60,10 @@ def test_tenants_and_queue(tmp_path):
     assert made.queue == QueueConfig(ordering="priority", max_requests=3)
 
 
-def test_the_example_of_the_documentation():
-    assert set(load_file_config(EXAMPLE).slo_classes) == {"interactive", "standard", "refused", "batch"}
+def test_the_examples_of_the_documentation():
+    assert set(load_file_config(EXAMPLES / "slo.toml").slo_classes) == {"interactive", "standard", "refused", "batch"}
+    tenants = load_file_config(EXAMPLES / "tenants.toml").tenant_book((), {})
+    assert set(tenants.tenants) == {"chat", "batch", ""}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SPEED = Speed(step_s=0.01, token_s=1e-4, attention_s=1e-9, decode_s=1e-5, contex
 happenings = st.lists(
     st.one_of(
         st.tuples(st.just("join"), st.integers(0, 5), st.sampled_from(ROLES)),
-        st.tuples(st.just("leave"), st.integers(0, 5)),
+        st.tuples(st.sampled_from(("leave", "pause", "resume")), st.integers(0, 5)),
         st.tuples(st.just("set"), st.integers(0, 5), st.integers(0, 9), st.integers(0, 20_000)),
         st.tuples(st.just("send"), st.integers(0, 3), st.integers(1, 400)),
     ),
@@ -30,15 +30,15 @@ happenings = st.lists(
 def happen(hand, step):
     if step[0] == "join" and step[1] not in hand.fleet:
         hand.join(step[1], ReplicaProfile(role=step[2], speed=SPEED, max_kv_tokens=2000))
-    elif step[0] == "leave":
-        hand.fleet.leave(step[1])
+    elif step[0] in ("leave", "pause", "resume"):
+        getattr(hand.fleet, step[0])(step[1])
     elif step[0] == "set" and step[1] in hand.fleet:
         hand.set(step[1], num_requests=step[2], num_pending_tokens=step[3], num_context_tokens=step[3])
 
 
 @settings(max_examples=60, deadline=None)
 @given(happenings)
-def test_least_totals_and_columns_are_those_of_a_walk_over_all(steps):
+def test_least_totals_and_members_are_those_of_a_walk_over_all(steps):
     hand = HandFleet()
     for step in steps:
         happen(hand, step)
@@ -51,10 +51,21 @@ def test_least_totals_and_columns_are_those_of_a_walk_over_all(steps):
             assert (least is None) == (not keys)
             if least is not None:
                 assert tuple(getattr(least, name) for name in names) == min(keys)
-        columns = hand.fleet.columns("prefill")
-        ids = map(hand.fleet.id_at, columns.slots.tolist())
-        found = dict(zip(ids, columns.pending.tolist(), strict=True))
+        found = {each.replica_id: each.snapshot.num_pending_tokens for each in hand.fleet.members("prefill")}
         assert found == {replica_id: load["num_pending_tokens"] for replica_id, load in loads.items()}
+
+
+def test_a_pause_keeps_slot_and_knowledge():
+    hand, policy = HandFleet(0, 0), make_router(RoutingConfig(name="cache_aware"))
+    first, second, third = requests_sharing(3, 640, 10)
+    holder = hand.send(policy, first).replica_id
+    hand.set(holder, num_requests=0, num_pending_tokens=0, num_context_tokens=0)
+    hand.fleet.pause(holder)
+    assert hand.send(policy, second).replica_id != holder
+    hand.set(1 - holder, num_requests=9)
+    hand.fleet.resume(holder)
+    decision = hand.send(policy, third)
+    assert (decision.replica_id, decision.num_cached_tokens) == (holder, 640)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -137,7 +148,7 @@ def test_speed_is_learned_from_steps():
     speed = speeds[255]
     assert speed.prefill_s(400, 0) == pytest.approx(0.4, rel=0.1)
     hand.fleet.learned(1, speed)
-    assert hand.fleet.columns("prefill").queue_s[1] == pytest.approx(1.0, rel=0.1)
+    assert hand.fleet.members("prefill")[1].queue_s == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_threshold_out_of_range_is_refused():

@@ -39,7 +39,8 @@ def _sampler(*params: SamplingParams, vocab_size: int = VOCAB, **fields) -> Samp
 def _sample(sampler: Sampler, logits: torch.Tensor, num_known: int | list[int] = 3):
     slots = np.arange(len(logits), dtype=np.int32)
     known = np.broadcast_to(np.asarray(num_known, dtype=np.int64), (len(logits),))
-    return sampler.sample(logits.clone(), slots, known)
+    drawn = sampler.sample(logits.clone(), slots, known)
+    return drawn.tokens, drawn.logprobs
 
 
 def _many(params: SamplingParams, logits: torch.Tensor, num_draws: int) -> Counter[int]:
@@ -47,7 +48,7 @@ def _many(params: SamplingParams, logits: torch.Tensor, num_draws: int) -> Count
     sampler = Sampler(max_num_seqs=1, vocab_size=len(logits), device=CPU, seed=0)
     _admit(sampler, 0, params)
     rows = logits.expand(num_draws, -1).clone()
-    tokens, _ = sampler.sample(rows, np.zeros(num_draws, np.int32), np.arange(3, 3 + num_draws))
+    tokens = sampler.sample(rows, np.zeros(num_draws, np.int32), np.arange(3, 3 + num_draws)).tokens
     return Counter(tokens.tolist())
 
 

@@ -20,6 +20,15 @@ def server(model_folder: Path) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="session")
+def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Repeats the last message: a test has the model say what it likes. The template knows tools and shows none."""
+    template = "{% if tools is defined %}{{ messages[-1].content }}{% endif %}"
+    folder = make_model_folder(tmp_path_factory.mktemp("tools"), template)
+    with start_fake_server(folder, "--num-blocks", "128") as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
 def slow_server(model_folder: Path) -> Iterator[LiveServer]:
     """One replica with steps of 20 ms: a stream of 1000 tokens lasts 20 s."""
     with start_fake_server(model_folder, "--model", "toy", "--step-s", "0.02", "--num-blocks", "1024") as live:

@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 EOS = 256
 
 
-def make_model_folder(folder: Path) -> Path:
+def make_model_folder(folder: Path, template: str = TEMPLATE) -> Path:
     """Write a byte-level tokenizer without merges: one token per byte, so that emoji take four."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -37,7 +37,7 @@ def make_model_folder(folder: Path) -> Path:
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": EOS}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
     return folder
 
 

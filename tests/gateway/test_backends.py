@@ -1,5 +1,8 @@
 """The registry of backends: counts are exact, nobody who may not gets a request, and nobody is locked out."""
 
+from collections import Counter, deque
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,7 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
 from expediter.gateway.backends.backend import Chosen, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
-from expediter.gateway.backends.registry import Backends, Busy, NobodyUp
+from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends, Busy, NobodyUp
 from expediter.telemetry.exchanges import Outcome
 
 
@@ -218,3 +221,105 @@ def test_an_own_pool_is_one_of_them_while_it_is_ready():
     assert {door.send().backend.name for _ in range(4)} == {"b0", "own"}
     is_ready[0] = False
     assert {door.send().backend.name for _ in range(4)} == {"b0"}
+
+
+@pytest.mark.parametrize("knows_speed", [False, True])
+@pytest.mark.parametrize("own_tokens", [8, 64, 512])
+def test_one_popular_prefix_floods_nobody_and_is_still_hit(knows_speed, own_tokens):
+    """96 requests with one beginning of 4 KB, 16 at a time, on four backends; hits as the backends would count them."""
+    door, shared = Door(), np.arange(1024, dtype=np.int32)
+    if knows_speed:
+        learn(door)
+    live, sent, hits = deque(), Counter(), 0
+    for number in range(96):
+        if len(live) == 16:
+            oldest = live.popleft()
+            oldest.first_byte(door.clock.now_s)
+            oldest.ended(Outcome.OK, door.clock.now_s)
+        tail = np.full(own_tokens, 10_000 + number, np.int32)
+        dispatch = door.send(Request(request_id=str(number), prompt=np.concatenate((shared, tail)), max_tokens=16))
+        live.append(dispatch)
+        hits += sent[dispatch.backend.name] > 0
+        sent[dispatch.backend.name] += 1
+        door.clock.now_s += 0.01
+    assert max(sent.values()) <= 48
+    assert hits >= 0.9 * 95
+
+
+def learn(door):
+    """Let every backend's speed be known."""
+    for number in range(100):
+        dispatch = door.send(prompt(200 + 30 * number, first=100_000 * (number + 1)))
+        door.clock.now_s += 0.01 + 1e-5 * dispatch.num_new
+        dispatch.first_byte(door.clock.now_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s)
+    assert all(each.speed is not None for each in door.backends.status())
+
+
+def test_twenty_thousand_long_prompts_stay_within_the_bound():
+    routing = replace(DEFAULT_ROUTING, index_max_bytes=4 << 20)
+    backends = Backends(clock=HandClock(), routing=routing)
+    for number in range(4):
+        backends.add(BackendConfig(url=f"http://b{number}", models=("m",)))
+    rng = np.random.default_rng(0)
+    used = []
+    for number in range(20_000):
+        request = Request(request_id="r", prompt=rng.integers(0, 1 << 30, 8192, np.int32), max_tokens=1)
+        chosen = backends.choose(request, "m", number / 100)
+        backends.dispatched(chosen, request, number / 100, is_stream=False).ended(Outcome.OK, number / 100)
+        if number % 5000 == 4999:
+            used.append(backends.index_bytes)
+    assert max(used) <= 4 << 20
+    assert used[-1] > 3 << 20  # the bound was reached, or this would say nothing
+
+
+def test_a_session_stays_where_it_is_until_that_has_more_than_its_share():
+    door = Door()
+    first = door.send(prompt(first=0, session="s"))
+    first.ended(Outcome.OK, 0.0)
+    homes = {door.send(prompt(first=5000 * number, session="s")).backend.name for number in range(1, 3)}
+    assert homes == {first.backend.name}
+    homes = {door.send(prompt(first=5000 * number, session="s")).backend.name for number in range(3, 20)}
+    assert len(homes) > 1
+
+
+def test_the_slow_one_is_tried_again_when_it_may_have_recovered():
+    door = Door(2)
+    learn(door)
+    slow = door.backends.named("b0")
+    for number in range(20):
+        dispatch = door.send(prompt(2000, first=7_000_000 + 10_000 * number), excluded={1})
+        dispatch.first_byte(door.clock.now_s + 3.0)
+        dispatch.ended(Outcome.OK, door.clock.now_s + 3.0)
+        door.clock.now_s += 3.0
+
+    def chosen(number):
+        dispatch = door.send(prompt(2000, first=9_000_000 + 10_000 * number))
+        dispatch.first_byte(door.clock.now_s + 0.03)
+        dispatch.ended(Outcome.OK, door.clock.now_s + 0.03)
+        return dispatch.backend
+
+    assert all(chosen(number) is not slow for number in range(20))
+    door.clock.now_s += 600.0
+    door.backends.hope(door.clock.now_s)
+    assert any(chosen(number) is slow for number in range(20, 40))
+
+
+def test_a_plain_response_counts_as_computed_when_it_should_be():
+    door = Door(1)
+    learn(door)
+    dispatch = door.send(prompt(5000, first=-20_000), is_stream=False)
+    backend = dispatch.backend
+    assert backend.num_pending_tokens == dispatch.num_new
+    door.backends.settle_expected(door.clock.now_s + 10.0)
+    assert (backend.num_pending_tokens, backend.num_answered) == (0, 1)
+    dispatch.ended(Outcome.OK, door.clock.now_s + 20.0)
+    assert (backend.num_pending_tokens, backend.num_answered) == (0, 0)
+
+
+def test_a_backend_whose_process_went_away_has_lost_its_cache():
+    door = Door(1)
+    door.send().ended(Outcome.OK, 0.0)
+    assert door.backends.status()[0].num_known_tokens
+    door.fail("b0", Failure.CONNECT)
+    assert not door.backends.status()[0].num_known_tokens

@@ -17,7 +17,7 @@ from live_server import EOS, make_model_folder
 from expediter.core.events import Admitted, Finished, Rejected, RejectReason
 from expediter.core.plan import TokenLogprobs
 from expediter.core.request import FinishReason, Request
-from expediter.engine.detokenizer import IncrementalDetokenizer
+from expediter.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.errors import ApiError
 from expediter.gateway.generation import Choice, Delta
@@ -36,7 +36,7 @@ def make_choice(stops: Sequence[str] = (), min_tokens: int = 0) -> tuple[Choice,
     request = Request(
         request_id="r", prompt=np.ones(3, np.int32), max_tokens=1000, min_tokens=min_tokens, stop_token_ids=(EOS,)
     )
-    choice = Choice(0, request, IncrementalDetokenizer(tokenizer()), stops)
+    choice = Choice(0, request, IncrementalDetokenizer(tokenizer()), StopMatcher(stops))
     choice.stream = RequestStream(request, request.request_id, asyncio.Event())
     return choice, choice.stream
 

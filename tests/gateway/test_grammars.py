@@ -19,7 +19,8 @@ from live_server import children_of, is_alive
 
 from expediter.core.errors import CapacityError, ConfigurationError
 from expediter.core.request import MAX_GRAMMAR_BYTES
-from expediter.gateway.bodies import ChatBody, decode_body
+from expediter.gateway.bodies import decode_body
+from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.errors import ApiError
 from expediter.gateway.grammars import GrammarLimits, Grammars, GrammarSpec, spec_of
 
@@ -71,10 +72,10 @@ def test_one_that_never_compiles_fails_alone(model_folder: Path) -> None:
         assert "did not compile within" in (await endless).message
         assert "did not compile within" in (await refusal(grammars, ENDLESS)).message
         await grammars.compile(GrammarSpec("regex", "after", "s"))
-        assert len(children_of_this_process()) <= 2
+        assert len(grammar_workers()) <= 2
 
     with_grammars(model_folder, work, deadline_s=1.0)
-    assert not children_of_this_process()
+    assert not grammar_workers()
 
 
 def test_the_same_grammar_is_compiled_once_for_all_who_wait(model_folder: Path) -> None:
@@ -84,7 +85,7 @@ def test_the_same_grammar_is_compiled_once_for_all_who_wait(model_folder: Path) 
         waits[0].cancel()
         texts = {(await wait).text for wait in waits[1:]}
         assert len(texts) == 1
-        assert len(children_of_this_process()) == 1
+        assert len(grammar_workers()) == 1
 
     with_grammars(model_folder, work)
 
@@ -101,7 +102,7 @@ def test_too_many_that_wait_are_refused(model_folder: Path) -> None:
 def test_a_worker_that_dies_is_replaced(model_folder: Path) -> None:
     async def work(grammars: Grammars) -> None:
         await grammars.compile(GOOD)
-        (pid,) = children_of_this_process()
+        (pid,) = grammar_workers()
         os.kill(pid, signal.SIGKILL)
         assert "too complex" in (await refusal(grammars, GrammarSpec("regex", "b", "s"))).message
         await grammars.compile(GrammarSpec("regex", "c", "s"))
@@ -138,8 +139,10 @@ def test_what_cannot_be_used_is_named(model_folder: Path, spec: GrammarSpec, wor
     assert str(model_folder) not in error.message
 
 
-def children_of_this_process() -> list[int]:
-    return [pid for pid in children_of(os.getpid()) if is_alive(pid)]
+def grammar_workers() -> list[int]:
+    """Live workers of this process."""
+    pids = [pid for pid in children_of(os.getpid()) if is_alive(pid)]
+    return [pid for pid in pids if b"grammar_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 CHAT = msgspec.json.Decoder(ChatBody)

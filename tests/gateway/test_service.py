@@ -16,10 +16,12 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.request import CacheHint, Request, SamplingParams
 from expediter.core.slo import Slo
 from expediter.engine.tokenizer import Tokenizer
-from expediter.gateway.bodies import ChatBody, CompletionBody, decode_body
+from expediter.gateway.api.completions import CompletionBody
+from expediter.gateway.bodies import decode_body
+from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
-from expediter.gateway.service import GatewayConfig, Service
+from expediter.gateway.service import Asked, GatewayConfig, Service
 from expediter.gateway.terms import Terms
 from expediter.scheduling.build import PolicyConfig
 
@@ -53,15 +55,23 @@ def service(model_folder: Path) -> Iterator[Service]:
 
 def completion(service: Service, prompt: Any = "abc", **fields: Any) -> list[Request]:
     body = decode_body(msgspec.json.encode({"prompt": prompt, **fields}), COMPLETION)
-    prompts = asyncio.run(service.completion_prompts(body))
-    return [choice.request for choice in service.completion(body, prompts, TERMS, None).choices]
+    prompts = [asyncio.run(service.prompts.of_text(text)) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+    asked = Asked(
+        prompts=prompts,
+        terms=TERMS,
+        grammar=None,
+        max_tokens=body.max_tokens,
+        default_max_tokens=16,
+        num_alternatives=body.logprobs,
+        num_per_prompt=body.n or 1,
+    )
+    return [choice.request for choice in service.generation(body, asked).choices]
 
 
 def chat(service: Service, **fields: Any) -> list[Request]:
     messages = [{"role": "user", "content": "abc"}]
     body = decode_body(msgspec.json.encode({"messages": messages, **fields}), CHAT)
-    prompt = asyncio.run(service.chat_prompt(body.messages))
-    return [choice.request for choice in service.chat(body, prompt, TERMS, None).choices]
+    return [choice.request for choice in asyncio.run(service.chat(body, TERMS)).choices]
 
 
 def test_defaults(service: Service) -> None:

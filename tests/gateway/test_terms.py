@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from live_server import LiveServer
 
 from expediter.core.slo import NO_SLO, Slo, SloClass
-from expediter.gateway.bodies import CompletionBody, decode_body
+from expediter.gateway.api.completions import CompletionBody
+from expediter.gateway.bodies import decode_body
 from expediter.gateway.errors import ApiError
 from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms, terms_of

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from expediter.assembly.replica import assemble_replica
-from expediter.core.errors import ConfigurationError
-from expediter.core.plan import StepPlan, StepResult, TokenLogprobs
+from expediter.core.errors import ConfigurationError, RequestError
+from expediter.core.plan import SequenceFailure, StepPlan, StepResult, TokenLogprobs
 from expediter.core.ports import ExecutorLimits
+from expediter.core.request import Grammar, Request
 from expediter.runtime.process import BuiltReplica, replica_main
 from expediter.runtime.spec import ReplicaSpec
 from expediter.testing.fake_executor import FakeExecutor
@@ -21,30 +23,42 @@ EOS = 256
 
 
 class EchoExecutor:
-    """Says the prompt again, then the end-of-sequence token: tests choose the output by choosing the prompt."""
+    """Says the prompt again, then the end-of-sequence token: tests choose the output by choosing the prompt.
+
+    Grammars do not change that. One that holds "slow" takes a while to prepare, one with "refused" cannot be, and
+    outputs cannot follow one with "broken".
+    """
 
     def __init__(self, limits: ExecutorLimits) -> None:
         self.limits = limits
-        self._prompts: dict[int, np.ndarray] = {}
-        self._logprobs: dict[int, int | None] = {}
+        self._requests: dict[int, Request] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         for admission in plan.admitted:
-            self._prompts[admission.slot] = admission.state.request.prompt
-            self._logprobs[admission.slot] = admission.state.request.sampling.logprobs
-        tokens, logprobs = [], []
+            self._requests[admission.slot] = admission.state.request
+        tokens, logprobs, failures = [], [], []
         for entry, slot in zip(plan.sampled.tolist(), plan.sample_slots.tolist(), strict=True):
-            prompt = self._prompts[slot]
+            request = self._requests[slot]
+            prompt = request.prompt
             index = int(plan.starts[entry] + plan.lengths[entry]) - len(prompt)
             token = int(prompt[index]) if index < len(prompt) else EOS
             tokens.append(token)
-            wanted = self._logprobs[slot]
+            if request.grammar is not None and "broken" in request.grammar.text:
+                failures.append(SequenceFailure(request.request_id, "the grammar broke"))
+            wanted = request.sampling.logprobs
             top = ((token, -0.5), (0, float("-inf")))
             logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, top[:wanted]))
-        return StepResult(plan.step_id, np.array([tokens], dtype=np.int32).reshape(1, -1), 0.0, tuple(logprobs))
+        drawn = np.array([tokens], dtype=np.int32).reshape(1, -1)
+        return StepResult(plan.step_id, drawn, 0.0, tuple(logprobs), failures=tuple(failures))
+
+    def prepare(self, grammar: Grammar) -> None:
+        if "slow" in grammar.text:
+            time.sleep(1.0)
+        if "refused" in grammar.text:
+            raise RequestError("the grammar is refused")
 
     def close(self) -> None:
-        self._prompts.clear()
+        self._requests.clear()
 
 
 class SlowExecutor:
@@ -61,7 +75,10 @@ class SlowExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         time.sleep(self._step_s)
         result = self._inner.execute(plan)
-        return StepResult(result.step_id, result.tokens, self._step_s, result.logprobs)
+        return replace(result, elapsed_s=self._step_s)
+
+    def prepare(self, grammar: Grammar) -> None:
+        self._inner.prepare(grammar)
 
     def close(self) -> None:
         self._inner.close()

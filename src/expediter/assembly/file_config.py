@@ -24,6 +24,13 @@ ordering = "fair_share"
 max_requests = 1024
 max_tokens = 4_194_304
 
+[door]               # of a server: patience and limits of its main listener, see docs/backends.md
+min_progress_s = 10.0
+max_body_bytes = 16_777_216
+
+[[backends]]         # of a server: whom it stands in front of, see docs/backends.md
+url = "http://10.0.0.1:8000"
+
 [failures]           # of a simulation: the fields of `sim.failures.FailureConfig`
 crash_every_s = 600.0
 crashes = [{replica = 0, at_s = 10.0, down_s = 30.0}]
@@ -41,13 +48,26 @@ from typing import Final
 import msgspec
 
 from expediter.control.limits import Limits
+from expediter.control.retry import RetryConfig
 from expediter.control.waiting import QueueConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
+from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.door.patience import PatienceConfig
+from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.tenants import TenantBook, TenantConfig
 from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorLimits:
+    """What a door bears: of clients, of silent backends, and in retries."""
+
+    http: HttpLimits = field(default_factory=HttpLimits)
+    patience: PatienceConfig = field(default_factory=PatienceConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +76,7 @@ class FileConfig:
 
     Args:
         slo_classes: by name.
-        tenants, anonymous, queue: of a server; a simulation has no use for them.
+        tenants, anonymous, queue, door, backends: of a server; a simulation has no use for them.
         failures: what goes wrong in a simulation; a server has no use for them.
         path: of the file; None if there is none.
     Raises:
@@ -67,6 +87,8 @@ class FileConfig:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     anonymous: TenantConfig | None = None
     queue: QueueConfig = field(default_factory=QueueConfig)
+    door: DoorLimits = field(default_factory=DoorLimits)
+    backends: tuple[BackendConfig, ...] = ()
     failures: FailureConfig = NO_FAILURES
     path: Path | None = None
 
@@ -127,6 +149,42 @@ class _Queue(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defa
         return QueueConfig(**given)
 
 
+class _Door(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Fields of `HttpLimits`, `PatienceConfig` and `RetryConfig`."""
+
+    max_head_bytes: int | None = None
+    max_headers: int | None = None
+    max_body_bytes: int | None = None
+    max_buffered_bytes: int | None = None
+    head_timeout_s: float | None = None
+    body_timeout_s: float | None = None
+    keep_alive_s: float | None = None
+    write_buffer_bytes: int | None = None
+    write_timeout_s: float | None = None
+    min_progress_s: float | None = None
+    max_progress_s: float | None = None
+    max_attempts: int | None = None
+
+    def limits(self) -> DoorLimits:
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        patience = {name: given.pop(name) for name in ("min_progress_s", "max_progress_s") if name in given}
+        retry = {name: given.pop(name) for name in ("max_attempts",) if name in given}
+        return DoorLimits(http=HttpLimits(**given), patience=PatienceConfig(**patience), retry=RetryConfig(**retry))
+
+
+class _Backend(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Fields of `BackendConfig`."""
+
+    url: str
+    name: str = ""
+    models: tuple[str, ...] = ()
+    api_key_env: str = ""
+    max_requests: int | None = None
+    kv_events: str = ""
+    kv_replay: str = ""
+    tokenizer: str = ""
+
+
 class _Crash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     replica: int
     at_s: float
@@ -163,6 +221,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tenants: dict[str, _Tenant] = {}
     anonymous: _Anonymous | None = None
     queue: _Queue = msgspec.field(default_factory=_Queue)
+    door: _Door = msgspec.field(default_factory=_Door)
+    backends: list[_Backend] = []
     failures: _Failures = msgspec.field(default_factory=_Failures)
 
 
@@ -182,6 +242,8 @@ def load_file_config(path: str | Path | None) -> FileConfig:
             tenants={name: row.config() for name, row in content.tenants.items()},
             anonymous=None if content.anonymous is None else content.anonymous.config(),
             queue=content.queue.config(),
+            door=content.door.limits(),
+            backends=tuple(BackendConfig(**msgspec.structs.asdict(row)) for row in content.backends),
             failures=content.failures.config(),
             path=Path(path),
         )

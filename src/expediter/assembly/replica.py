@@ -22,7 +22,7 @@ def build_replica(spec: ReplicaSpec) -> BuiltReplica:
     """
     from expediter.engine.model import EngineConfig, load_executor  # noqa: PLC0415 - torch: not for other executors
 
-    setup_logging(f"replica-{spec.replica_id}")
+    setup_logging(f"replica-{spec.replica_id}", log_format=spec.log_format)
     executor = load_executor(
         EngineConfig(
             model=Path(spec.model),

@@ -27,7 +27,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[str]:
     Raises:
         ReplicaError: it ended before it was ready, or did not get ready in time.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "expediter.cli.main", "serve", "--port", str(port), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - our own command line
@@ -56,7 +56,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     raise ReplicaError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

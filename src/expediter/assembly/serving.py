@@ -12,19 +12,20 @@ from typing import Final
 
 import uvloop
 
-from expediter.assembly.file_config import FileConfig, load_file_config
+from expediter.assembly.door import DoorConfig, OwnPool, run_door, url_of
+from expediter.assembly.file_config import FileConfig
 from expediter.assembly.presets import Preset
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.app import build_app
+from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.door.drain import Drain
 from expediter.gateway.grammars import Grammars
 from expediter.gateway.info import ServerInfo
-from expediter.gateway.middleware import Drain
-from expediter.gateway.reload import TenantReload
-from expediter.gateway.server import StopSignals, bind, first_of, make_http_server, serve_until_signal
+from expediter.gateway.server import StopSignals, bind, first_of
 from expediter.gateway.service import GatewayConfig, Service
-from expediter.gateway.tenants import TenantBook, Tenants
+from expediter.gateway.tenants import Tenants
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.frames import Hello
 from expediter.runtime.spec import ReplicaSpec
@@ -33,6 +34,8 @@ from expediter.scheduling.build import limits_with_budget
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
+OWN_BACKEND: Final = "own"
+"""Name of our own replicas among backends."""
 REPLICA_COMMAND: Final = (sys.executable, "-m", "expediter.assembly.replica")
 
 
@@ -49,6 +52,7 @@ class ServeConfig:
         num_blocks, kv_cache_memory_bytes: size of each replica's KV pool; None to derive it.
         swap_space_bytes: host memory of each replica for the KV of preempted requests.
         api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
+        backends: servers that serve models beside our own replicas.
         file: SLO classes, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
     Raises:
@@ -70,14 +74,13 @@ class ServeConfig:
     device: str = "auto"
     api_keys: tuple[str, ...] = ()
     file: FileConfig = field(default_factory=FileConfig)
+    backends: tuple[BackendConfig, ...] = ()
     shutdown_timeout_s: float = 30.0
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ConfigurationError(f"replicas must be at least 1, not {self.num_replicas}")
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigurationError(f"port must lie in [0, 65535], not {self.port}")
         for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -102,6 +105,18 @@ class ServeConfig:
         elif self.max_num_batched_tokens is not None:  # whether it holds a prompt, the replica knows
             replace(limits, max_num_batched_tokens=self.max_num_batched_tokens)
 
+    @property
+    def door(self) -> DoorConfig:
+        """The door in front of the replicas."""
+        return DoorConfig(
+            host=self.host,
+            port=self.port,
+            backends=self.backends,
+            api_keys=self.api_keys,
+            file=self.file,
+            shutdown_timeout_s=self.shutdown_timeout_s,
+        )
+
 
 def serve(
     config: ServeConfig, announce: Callable[[str], None], *, replica_command: Sequence[str] = REPLICA_COMMAND
@@ -119,7 +134,7 @@ def serve(
 
 
 async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_command: Sequence[str]) -> None:
-    tenants = Tenants(_tenant_book(config.file, config.api_keys))
+    tenants = Tenants(config.door.tenant_book())
     metrics, step_log, clock = ServerMetrics(config.model_names[0]), StepLog(), MonotonicClock()
     text = Tokenizer.from_folder(config.model)
     supervisor = Supervisor(
@@ -133,44 +148,28 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
     )
     with bind(config.host, config.port) as sock, StopSignals() as signals:
         starting = asyncio.create_task(supervisor.start())
-        reloading = _reloading(config, tenants)
         try:
             await first_of(asyncio.shield(starting), signals.first.wait())
             if not starting.done():  # a signal came first
                 return
             hellos = starting.result()
+            line = _ready_line(config, hellos, sock.getsockname()[1])
             async with Grammars(config.model) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
                 drain = Drain()
-                app = build_app(service, metrics, step_log, tenants, drain)
-                await serve_until_signal(
-                    make_http_server(app),
-                    sock,
-                    supervisor,
-                    drain,
-                    signals,
-                    shutdown_timeout_s=config.shutdown_timeout_s,
-                    on_listening=lambda: announce(_ready_line(config, hellos, sock.getsockname()[1])),
+                own = OwnPool(
+                    name=OWN_BACKEND,
+                    app=build_app(service, metrics, step_log, drain),
+                    models=config.model_names,
+                    supervisor=supervisor,
+                    registry=metrics.registry,
                 )
+                await run_door(config.door, tenants, drain, own, sock, signals, lambda _: announce(line))
                 service.close()
         finally:
-            for task in (starting, *reloading):
-                task.cancel()
-            await asyncio.gather(starting, *reloading, return_exceptions=True)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             await supervisor.stop()
-
-
-def _tenant_book(file: FileConfig, api_keys: Sequence[str]) -> TenantBook:
-    return file.tenant_book(api_keys, os.environ)
-
-
-def _reloading(config: ServeConfig, tenants: Tenants) -> list[asyncio.Task[None]]:
-    """Start to watch the configuration file, if there is one."""
-    path = config.file.path
-    if path is None:
-        return []
-    reload = TenantReload(path, lambda: _tenant_book(load_file_config(path), config.api_keys), tenants)
-    return [asyncio.create_task(reload.run())]
 
 
 def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
@@ -242,10 +241,9 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
 
 
 def _ready_line(config: ServeConfig, hellos: Sequence[Hello], port: int) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
     limits = hellos[0].limits
     return (
-        f"ready: http://{host}:{port} serves {config.model_names[0]} with {len(hellos)} replica"
+        f"ready: {url_of(config.host, port)} serves {config.model_names[0]} with {len(hellos)} replica"
         f"{'s' if len(hellos) > 1 else ''}, preset {config.preset.name}, each with {limits.num_blocks} KV blocks of "
         f"{limits.block_size} tokens, max_model_len {min(hello.max_model_len for hello in hellos)}"
     )

@@ -1,4 +1,4 @@
-"""`expediter serve`: an OpenAI-compatible server over one or more replicas."""
+"""`expediter serve`: an OpenAI-compatible server over replicas of our own, over other servers, or over both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from expediter.cli.sizes import gibibytes
 
 if TYPE_CHECKING:
+    from expediter.assembly.file_config import FileConfig
     from expediter.assembly.presets import Preset
+    from expediter.gateway.backends.config import BackendConfig
 
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -36,6 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=30.0,
         metavar="SECONDS",
         help="for requests in flight at SIGTERM (default: %(default)s)",
+    )
+    backends = parser.add_argument_group("backends: servers that speak OpenAI's API, see docs/backends.md")
+    backends.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="stand in front of this server; may be repeated. Without MODEL, no replicas of our own are started",
     )
     replicas = parser.add_argument_group("replicas")
     replicas.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
@@ -66,14 +76,45 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError, ReplicaError: the server cannot start with these flags.
     """
-    # Imported here, so that `expediter --help` and other commands do not load a server.
+    # Imported here, so that `expediter --help` and other commands do not load a server, nor a door the engine.
     from expediter.assembly.file_config import load_file_config
-    from expediter.assembly.serving import ServeConfig, serve
-    from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
+    from expediter.gateway.backends.config import BackendConfig
     from expediter.telemetry.logging_setup import setup_logging
 
     setup_logging("gateway")
     file = load_file_config(args.config)
+    backends = tuple(BackendConfig(url=url) for url in args.backend)
+    if args.host not in _LOOPBACK and not args.api_key and not file.tenants:
+        print(f"expediter: warning: {args.host} may be reached by others, and no keys are asked for", file=sys.stderr)
+    if args.model is None and (backends or file.backends):
+        _serve_backends(args, file, backends)
+    else:
+        _serve_replicas(args, file, backends)
+    return 0
+
+
+def _serve_backends(args: argparse.Namespace, file: FileConfig, backends: tuple[BackendConfig, ...]) -> None:
+    """Stand in front of other servers."""
+    from expediter.assembly.door import DoorConfig, serve_backends
+    from expediter.gateway.backends.registry import DEFAULT_ROUTING
+
+    config = DoorConfig(
+        host=args.host,
+        port=args.port,
+        backends=backends,
+        routing=replace(DEFAULT_ROUTING, name=args.routing or DEFAULT_ROUTING.name),
+        api_keys=tuple(args.api_key),
+        file=file,
+        shutdown_timeout_s=args.shutdown_timeout,
+    )
+    serve_backends(config, _say)
+
+
+def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[BackendConfig, ...]) -> None:
+    """Serve replicas of our own, and stand in front of other servers if there are any."""
+    from expediter.assembly.serving import ServeConfig, serve
+    from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
+
     preset = _preset(args)
     folder = resolve_model(args.model)
     name = DEFAULT_MODEL if args.model is None else folder.resolve().name
@@ -91,15 +132,17 @@ def run(args: argparse.Namespace) -> int:
         swap_space_bytes=args.swap_space,
         dtype=args.dtype,
         device=args.device,
+        backends=backends,
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
     )
-    if args.host not in _LOOPBACK and not args.api_key and not file.tenants:
-        print(f"expediter: warning: {args.host} may be reached by others, and no keys are asked for", file=sys.stderr)
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
-    serve(config, lambda line: print(line, flush=True))
-    return 0
+    serve(config, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _preset(args: argparse.Namespace) -> Preset:

@@ -2,8 +2,8 @@
 
 Whoever drives a replica lets it join, and marks it whenever its load may have changed. Only marked replicas are looked
 at again when the next request comes: an arrival costs what has changed since the last one, not a walk over everybody.
-The least loaded is found in heaps, O(log n) per change; policies that weigh all replicas against each other get the
-loads as arrays.
+The least loaded is found in heaps, O(log n) per change; policies that weigh all replicas against each other get them
+all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, get_args
-
-import numpy as np
-import numpy.typing as npt
 
 from expediter.control.speed import Speed
 from expediter.core.errors import InvariantError
@@ -25,12 +22,10 @@ Role = Literal["prefill", "decode", "mixed"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 Side = Literal["prefill", "decode"]
 """What somebody is wanted for; a mixed replica can do either."""
-Floats = npt.NDArray[np.float64]
 _ROLES_OF: Final[dict[Side, tuple[Role, Role]]] = {"prefill": ("prefill", "mixed"), "decode": ("decode", "mixed")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSnapshot:
+class ReplicaSnapshot(NamedTuple):
     """What a router sees of one replica at one moment.
 
     Attributes:
@@ -96,57 +91,34 @@ class KvLink:
         return self.latency_s + num_tokens * self.token_s if num_tokens > 0 else 0.0
 
 
-class Columns(NamedTuple):
-    """Loads of some replicas side by side; every array has one entry per replica, in the same order.
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica in the fleet. Only the fleet writes to it.
 
     Attributes:
-        slots: place of each in arrays over all slots of the fleet.
-        requests, pending, context, running: as in `ReplicaSnapshot`, float64.
+        sequence: unique to this stay: one that comes back is another member.
+        slot: its place in arrays over the fleet.
+        snapshot: its load when it was last looked at.
         queue_s: how long what was sent to it keeps it busy before a new prompt's turn comes.
-        step_s, token_s, attention_s, decode_s, context_s: of its `Speed`.
-        max_kv: tokens that its KV cache holds; infinite if that is not known.
         last_dispatch: number of the last request that was sent there.
+        is_paused: it gets nothing.
     """
-
-    slots: npt.NDArray[np.intp]
-    requests: Floats
-    pending: Floats
-    context: Floats
-    running: Floats
-    queue_s: Floats
-    step_s: Floats
-    token_s: Floats
-    attention_s: Floats
-    decode_s: Floats
-    context_s: Floats
-    max_kv: Floats
-    last_dispatch: Floats
-
-    def prefill_s(self, num_new: Floats, num_cached: Floats) -> Floats:
-        """Return how long each replica computes `num_new` prompt tokens behind `num_cached` (`Speed.prefill_s`)."""
-        attention = num_new * (num_cached + num_new / 2)
-        return np.maximum(self.step_s, num_new * self.token_s) + attention * self.attention_s
-
-    def decode_step_s(self, num_more: int, num_tokens: int) -> Floats:
-        """Return the duration of a step of decodes with `num_more` more of `num_tokens` in all."""
-        more_s = (self.running + num_more) * self.decode_s + (self.context + num_tokens) * self.context_s
-        return self.step_s + more_s
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A replica in the fleet. `sequence` is unique to this stay: one that comes back is another member."""
 
     sequence: int
     slot: int
     profile: ReplicaProfile
     look: Callable[[], ReplicaSnapshot]
     snapshot: ReplicaSnapshot
+    queue_s: float = 0.0
     last_dispatch: int = 0
     is_paused: bool = False
 
+    @property
+    def replica_id(self) -> int:
+        return self.snapshot.replica_id
 
-def _key(load: Load, member: _Member) -> tuple[float, ...]:
+
+def _key(load: Load, member: Member) -> tuple[float, ...]:
     return (*load(member.snapshot), member.last_dispatch, member.snapshot.replica_id)
 
 
@@ -165,14 +137,13 @@ class Fleet:
     def __init__(self, link: KvLink | None = None) -> None:
         self.generation = 0
         self.link = link
-        self._members: dict[int, _Member] = {}
-        self._by_slot: list[_Member | None] = []
+        self._members: dict[int, Member] = {}
+        self._by_slot: list[Member | None] = []
         self._marked: dict[int, None] = {}
-        self._heaps: dict[tuple[Load, Role], LazyHeap[_Member]] = {}
+        self._heaps: dict[tuple[Load, Role], LazyHeap[Member]] = {}
         self._loads: dict[Load, None] = {}
         self._num_dispatched = 0
-        self._table: Floats = np.zeros((len(Columns._fields) - 1, 8))
-        self._slots_of: dict[Side, npt.NDArray[np.intp]] = {}
+        self._members_of: dict[Side, tuple[Member, ...]] = {}
         self._num_requests: dict[Role, int] = dict.fromkeys(ROLES, 0)
 
     # ---- who is in it
@@ -199,12 +170,9 @@ class Fleet:
         self._by_slot.extend([None] * (slot + 1 - len(self._by_slot)))
         if self._by_slot[slot] is not None:
             raise InvariantError(f"slot {slot} is taken")
-        self.generation += 1
-        self._slots_of.clear()
-        while slot >= self._table.shape[1]:
-            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        self._changed()
         snapshot = look()
-        member = self._by_slot[slot] = _Member(self.generation, slot, profile, look, snapshot)
+        member = self._by_slot[slot] = Member(self.generation, slot, profile, look, snapshot)
         self._members[replica_id] = member
         self._num_requests[profile.role] += snapshot.num_requests
         self._take(member)
@@ -214,8 +182,7 @@ class Fleet:
         member = self._members.pop(replica_id, None)
         if member is None:
             return
-        self.generation += 1
-        self._slots_of.clear()
+        self._changed()
         self._marked.pop(replica_id, None)
         if not member.is_paused:
             self._withdraw(member)
@@ -229,8 +196,7 @@ class Fleet:
         member = self._members.get(replica_id)
         if member is not None and not member.is_paused:
             member.is_paused = True
-            self.generation += 1
-            self._slots_of.clear()
+            self._changed()
             self._withdraw(member)
 
     def resume(self, replica_id: int) -> None:
@@ -238,8 +204,7 @@ class Fleet:
         member = self._members.get(replica_id)
         if member is not None and member.is_paused:
             member.is_paused = False
-            self.generation += 1
-            self._slots_of.clear()
+            self._changed()
             member.snapshot = member.look()
             self._num_requests[member.profile.role] += member.snapshot.num_requests
             self._take(member)
@@ -252,7 +217,7 @@ class Fleet:
 
     def ids(self, side: Side) -> list[int]:
         """Return who does that, by slot."""
-        return [self.id_at(slot) for slot in self.slots(side).tolist()]
+        return [member.replica_id for member in self.members(side)]
 
     def can(self, replica_id: int, side: Side) -> bool:
         """Return whether a replica is in the fleet, not paused, and does that."""
@@ -264,13 +229,14 @@ class Fleet:
         """Slots are [0, num_slots); some may be empty."""
         return len(self._by_slot)
 
-    def slots(self, side: Side) -> npt.NDArray[np.intp]:
-        """Return the slots of who does that and is not paused, ascending."""
-        found = self._slots_of.get(side)
+    def members(self, side: Side) -> Sequence[Member]:
+        """Return who does that and is not paused, by slot, with their loads as they are now."""
+        self._refresh()
+        found = self._members_of.get(side)
         if found is None:
             roles = _ROLES_OF[side]
-            slots = [m.slot for m in self._by_slot if m is not None and not m.is_paused and m.profile.role in roles]
-            found = self._slots_of[side] = np.array(slots, np.intp)
+            found = tuple(m for m in self._by_slot if m is not None and not m.is_paused and m.profile.role in roles)
+            self._members_of[side] = found
         return found
 
     def slot_of(self, replica_id: int) -> int:
@@ -283,7 +249,7 @@ class Fleet:
         return member.snapshot.replica_id
 
     def stay_at(self, slot: int) -> int:
-        """Return a number for the stay of whoever has a slot, unlike that of anybody who had it before; 0 if empty."""
+        """Return a number for the stay of whoever has a slot, unlike that of anybody before; 0 if nobody has it."""
         member = self._by_slot[slot]
         return 0 if member is None else member.sequence
 
@@ -336,14 +302,6 @@ class Fleet:
         found = [(key, member.sequence, member) for key, member in filter(None, firsts)]
         return min(found)[2].snapshot if found else None
 
-    def columns(self, side: Side) -> Columns:
-        """Return the loads of all who do that, valid until the fleet changes."""
-        self._refresh()
-        slots = self.slots(side)
-        # Nobody is left out: no copy.
-        table = self._table[:, : len(slots)] if len(slots) == len(self._by_slot) else self._table[:, slots]
-        return Columns(slots, *table)
-
     def _refresh(self) -> None:
         if not self._marked:
             return
@@ -355,37 +313,26 @@ class Fleet:
                 self._take(member)
         self._marked.clear()
 
-    def _withdraw(self, member: _Member) -> None:
+    def _changed(self) -> None:
+        self.generation += 1
+        self._members_of.clear()
+
+    def _withdraw(self, member: Member) -> None:
         for load in self._loads:
             self._heaps[load, member.profile.role].remove(member)
         self._num_requests[member.profile.role] -= member.snapshot.num_requests
 
-    def _take(self, member: _Member) -> None:
-        snapshot, speed = member.snapshot, member.profile.speed
-        waiting, running, context = self._parts(snapshot)
-        self._table[:, member.slot] = (
-            snapshot.num_requests,
+    def _take(self, member: Member) -> None:
+        snapshot = member.snapshot
+        running = min(snapshot.num_running, snapshot.num_requests)
+        member.queue_s = member.profile.speed.queue_s(
             snapshot.num_pending_tokens,
-            snapshot.num_context_tokens,
-            snapshot.num_running,
-            speed.queue_s(snapshot.num_pending_tokens, waiting, running, context),
-            speed.step_s,
-            speed.token_s,
-            speed.attention_s,
-            speed.decode_s,
-            speed.context_s,
-            np.inf if member.profile.max_kv_tokens is None else member.profile.max_kv_tokens,
-            member.last_dispatch,
+            snapshot.num_requests - running,
+            running,
+            max(0, snapshot.num_context_tokens - snapshot.num_pending_tokens),
         )
         for load in self._loads:
             self._heaps[load, member.profile.role].put(member, _key(load, member))
-
-    @staticmethod
-    def _parts(snapshot: ReplicaSnapshot) -> tuple[int, int, int]:
-        """Return requests that wait, requests that run, and the context tokens of the latter, roughly."""
-        running = min(snapshot.num_running, snapshot.num_requests)
-        context = max(0, snapshot.num_context_tokens - snapshot.num_pending_tokens)
-        return snapshot.num_requests - running, running, context
 
     def _keep_heaps(self, load: Load) -> None:
         self._loads[load] = None

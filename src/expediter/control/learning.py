@@ -57,6 +57,9 @@ _SPARSE_AFTER: Final = 128
 _EVERY: Final = 8
 _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
+_PACE_RATE: Final = 0.1
+_MAX_RATIO: Final = 10.0
+_NEWS: Final = 0.05
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
 """Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
 _LEAST_TOKEN_S: Final = 1e-9
@@ -66,22 +69,58 @@ _LEAST_TOKEN_S: Final = 1e-9
 class LearnedTtft:
     """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
 
-    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps. It
-    learns from every answer at first and from one in eight later, so that it costs next to nothing.
+    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps, from
+    every answer at first and from one in eight later, so that it costs next to nothing. What is fitted says how the
+    parts compare. How fast the replica is at the moment, a smoothed ratio of what answers take to what was fitted says:
+    slow answers weigh little in relative errors, and somebody else's burst shall count while it lasts.
     """
 
     def __init__(self) -> None:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
         self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
-        self._num_offered = 0
+        self._fitted: list[float] = [0.0] * len(_SCALE)
+        self._num_seen = 0
+        self._pace = self._said_pace = 1.0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether enough was seen for `speed` to say something."""
+        return self._num_seen >= _FIRST_ANSWERS
 
     def observe(self, answer: Answer) -> Speed | None:
-        """Learn from an answer; return the speed if something new is known, None in between."""
-        if not 0 < answer.elapsed_s < math.inf:
+        """Learn from an answer; return the speed if there is news of it."""
+        ahead, new, beside, output, elapsed_s = answer
+        if not 0 < elapsed_s < math.inf:
             return None
-        self._num_offered += 1
-        if self._num_offered > _SPARSE_AFTER and self._num_offered % _EVERY:
+        self._num_seen += 1
+        constant, token_s, decode_s, output_s = self._fitted
+        expected_s = constant + (ahead + new) * token_s + beside * decode_s + output * output_s
+        if self.is_enough and expected_s > 0:
+            ratio = min(_MAX_RATIO, max(1 / _MAX_RATIO, elapsed_s / expected_s))
+            self._pace += _PACE_RATE * (ratio - self._pace)
+        if self._num_seen <= _SPARSE_AFTER or self._num_seen % _EVERY == 0:
+            self._fit(answer)
+        elif abs(self._pace - self._said_pace) < _NEWS * self._said_pace:
             return None
+        if not self.is_enough:
+            return None
+        self._said_pace = self._pace
+        return self.speed()
+
+    def speed(self) -> Speed:
+        """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
+        overhead_s, token_s, decode_s, _ = self._fitted
+        return Speed(
+            step_s=0.0,
+            token_s=max(_LEAST_TOKEN_S, token_s * self._pace),
+            decode_s=decode_s * self._pace,
+            context_s=0.0,
+            budget_tokens=1 << 30,
+            overhead_s=overhead_s * self._pace,
+            is_known=True,
+        )
+
+    def _fit(self, answer: Answer) -> None:
         row = np.array((1.0, answer.num_ahead + answer.num_new, answer.num_beside, answer.num_output))
         row *= _SCALE / answer.elapsed_s
         error = 1.0 - float(row @ self._weights)
@@ -91,20 +130,7 @@ class LearnedTtft:
         if doubt > _NO_DOUBT:
             kept = _FORGETTING - (1 - _FORGETTING) / doubt
             self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
-        return self.speed() if self._num_offered >= _FIRST_ANSWERS else None
-
-    def speed(self) -> Speed:
-        """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
-        overhead_s, token_s, decode_s, _ = np.maximum(self._weights * _SCALE, 0.0).tolist()
-        return Speed(
-            step_s=0.0,
-            token_s=max(_LEAST_TOKEN_S, token_s),
-            decode_s=decode_s,
-            context_s=0.0,
-            budget_tokens=1 << 30,
-            overhead_s=overhead_s,
-            is_known=True,
-        )
+        self._fitted = np.maximum(self._weights * _SCALE, 0.0).tolist()
 
 
 _SURE_S: Final = 30.0

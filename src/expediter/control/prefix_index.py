@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -180,44 +181,59 @@ class PrefixIndex:
             self.num_bytes -= _NODE_BYTES
 
 
-def cached_tokens(found: PrefixHolders, num_slots: int) -> npt.NDArray[np.int64]:
-    """Return how many leading tokens each slot holds, int64, shape [num_slots]."""
-    tokens = np.zeros(num_slots, np.int64)
-    for num_tokens, holders in found:
-        if holders & (holders - 1) == 0:
-            tokens[holders.bit_length() - 1] = num_tokens
-        else:
-            raw = np.frombuffer(holders.to_bytes((num_slots + 7) // 8, "little"), np.uint8)
-            tokens[np.unpackbits(raw, count=num_slots, bitorder="little").view(np.bool_)] = num_tokens
+def cached_tokens(found: PrefixHolders) -> dict[int, int]:
+    """Return how many leading tokens each slot holds; who is not in it holds none. Cost: one step per holder."""
+    tokens: dict[int, int] = {}
+    seen = 0
+    for num_tokens, holders in reversed(found):
+        for slot in _bits(holders & ~seen):
+            tokens[slot] = num_tokens
+        seen |= holders
     return tokens
 
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS: Final = np.random.default_rng(0x5EED).integers(0, 1 << 63, 1 << 12, np.uint64) * np.uint64(2) + np.uint64(1)
-"""Odd numbers, the same in every process: keys of two processes can be compared."""
+def _odd_numbers(seed: int) -> npt.NDArray[np.uint64]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 1 << 63, 1 << 12, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+_ONE: Final = np.uint64(1)
+# The same in every process: keys of two processes can be compared.
+_TOKEN_FACTORS: Final = _odd_numbers(0x5EED)
+_PLACE_FACTORS: Final = _odd_numbers(0xF00D)
 
 
 def prefix_keys(tokens: TokenArray, salt: str, block_tokens: int) -> PrefixKeys:
     """Return a 64-bit number per prefix of whole blocks; equal for equal tokens and salts, in every process.
 
-    A block is a sum of its tokens times fixed factors (multilinear hashing) mixed with its place; a prefix is the sum
-    of its blocks. The mixing is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014).
+    A prefix is the sum of its tokens, each times a factor of its place in the block and one of the block's place:
+    multilinear hashing modulo 2**64.
+
+    Cost: for a short prompt, that of eight calls of NumPy.
     """
     num_blocks = len(tokens) // block_tokens
     if not num_blocks:
         return []
-    factors = _FACTORS[:block_tokens] if block_tokens <= len(_FACTORS) else np.resize(_FACTORS, block_tokens)
+    factors = _first(_TOKEN_FACTORS, block_tokens)
     blocks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens).astype(np.uint64) @ factors
-    blocks += np.arange(1, num_blocks + 1, dtype=np.uint64) * _GOLDEN
-    blocks ^= blocks >> np.uint64(30)
-    blocks *= np.uint64(0xBF58476D1CE4E5B9)
-    blocks ^= blocks >> np.uint64(27)
-    blocks *= np.uint64(0x94D049BB133111EB)
-    blocks ^= blocks >> np.uint64(31)
+    blocks += _ONE  # a block of zeros is not nothing
+    blocks *= _first(_PLACE_FACTORS, num_blocks)
     if salt:
-        blocks[:1] += np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8).digest(), np.uint64)
-    keys: PrefixKeys = blocks.cumsum(dtype=np.uint64).tolist()
+        blocks[:1] += _salt_number(salt)
+    keys: PrefixKeys = blocks.cumsum().tolist()
     return keys
+
+
+def _first(factors: npt.NDArray[np.uint64], number: int) -> npt.NDArray[np.uint64]:
+    """Return so many factors; those of long prompts come again, each time three times as large."""
+    while number > len(factors):
+        factors = np.concatenate((factors, factors[-len(_TOKEN_FACTORS) :] * np.uint64(3)))
+    return factors[:number]
+
+
+@lru_cache(maxsize=1024)
+def _salt_number(salt: str) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "<u8")
 
 
 def _bits(number: int) -> list[int]:

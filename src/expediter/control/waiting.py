@@ -15,22 +15,16 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from expediter.control.draining import Drain, FleetKnowledge, excess_s, is_hopeless
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request, RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.build import ORDERINGS, Surroundings
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.lazy_heap import LazyHeap
 from expediter.scheduling.ordering.queue import WaitingQueue
-
-_UNKNOWN_RETRY_S: Final = 1.0
-_MEMORY_S: Final = 30.0
-"""Time spent with somebody waiting after which what was seen counts 1/e."""
-_HOPELESS: Final = 1.25
-"""A prediction may be off; who would only just be late is not refused for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,62 +75,6 @@ class Leaver(NamedTuple):
     retry_after_s: float
 
 
-class _FleetKnowledge(Knowledge):
-    """What orderings ask about a replica, as observed of the fleet: prompts per second through the queue's end."""
-
-    def __init__(self, drain: _Drain) -> None:
-        super().__init__()
-        self._drain = drain
-
-    @property
-    def prefill_token_s(self) -> float:
-        return 1 / self._drain.tokens_per_s if self._drain.tokens_per_s else 0.0
-
-    @property
-    def busy_tokens_per_s(self) -> float:
-        return self._drain.tokens_per_s or math.inf
-
-    @property
-    def loaded_token_s(self) -> float:
-        return 0.0  # no step is seen here, so all of a deadline is left for the first token
-
-
-class _Drain:
-    """How fast the queue empties, counted over the time in which somebody waits."""
-
-    def __init__(self) -> None:
-        self._seen_s: float | None = None
-        self._waited_s = 0.0
-        self._num_requests = 0.0
-        self._num_tokens = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Prompt tokens per second; 0 if nothing was seen yet."""
-        return self._num_tokens / self._waited_s if self._waited_s > 0 else 0.0
-
-    def pass_time(self, now_s: float, *, somebody_waits: bool) -> None:
-        """Go on to now; somebody waited up to here or not."""
-        if somebody_waits and self._seen_s is not None:
-            passed_s = max(0.0, now_s - self._seen_s)
-            fade = math.exp(-passed_s / _MEMORY_S)
-            self._waited_s = self._waited_s * fade + passed_s
-            self._num_requests *= fade
-            self._num_tokens *= fade
-        self._seen_s = now_s
-
-    def started(self, num_tokens: int) -> None:
-        """Somebody who waited has got a replica."""
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-
-    def time_s(self, num_requests: float, num_tokens: float) -> float | None:
-        """Return how long so many of either take to get away, whichever takes longer; None if nothing was seen yet."""
-        if not self._num_requests or self._waited_s <= 0:
-            return None
-        return self._waited_s * max(num_requests / self._num_requests, num_tokens / max(self._num_tokens, 1.0))
-
-
 @dataclass(slots=True)
 class _Part:
     """What a tenant has in the queue; `members` newest last."""
@@ -165,7 +103,7 @@ class CentralQueue:
 
     def __init__(self, config: QueueConfig, weights: Mapping[str, float] | None = None) -> None:
         self._config = config
-        self._drain = _Drain()
+        self._drain = Drain()
         self._clock = 0
         self._next_sequence = 0
         self._waiting: dict[str, RequestState] = {}
@@ -182,7 +120,7 @@ class CentralQueue:
         self._weights = weights
         # There is no KV cache here: one empty block answers every question of an ordering with "nothing is cached".
         kv = KVCacheManager(num_blocks=1, block_size=1, max_num_seqs=1, max_model_len=1)
-        around = Surroundings(SchedulerConfig(tenant_weights=weights), kv, _FleetKnowledge(self._drain))
+        around = Surroundings(SchedulerConfig(tenant_weights=weights), kv, FleetKnowledge(self._drain))
         self._ordering = ORDERINGS[self._config.ordering](around)
         self._queue = WaitingQueue(self._ordering)
 
@@ -317,13 +255,14 @@ class CentralQueue:
         while (entry := self._expiries.first()) is not None and entry[0][0] <= now_s:
             self._dismiss(entry[1], self._causes[entry[1].sequence])
         for state, _ in self._ordering.newly_late(now_s):
-            if state.request.refuse_late and state.request.request_id in self._waiting:
+            # An ordering may be out of patience with who has no target: that one is not late.
+            if _late_s(state.request) < math.inf and state.request.request_id in self._waiting:
                 self._dismiss(state, Cause.LATE)
 
     def _dismiss(self, state: RequestState, cause: Cause, retry_after_s: float | None = None) -> None:
         self._take_out(state)
         if retry_after_s is None:
-            retry_after_s = self._drain.time_s(len(self._waiting), self.num_tokens) or _UNKNOWN_RETRY_S
+            retry_after_s = self._drain.retry_after_s(len(self._waiting), self.num_tokens)
         self._leavers.append(Leaver(state.request, cause, retry_after_s))
 
     def _refuse_if_hopeless(self, state: RequestState, now_s: float) -> None:
@@ -338,27 +277,34 @@ class CentralQueue:
 
     def _make_room(self, newcomer: Request) -> bool:
         """Dismiss as many as have to go for a newcomer, or nobody; return whether there is room."""
+        victims = self._victims(newcomer)
+        for victim in victims or ():
+            self._dismiss(victim, Cause.DISPLACED, self._promise_s(victim.num_known_tokens))
+        return victims is not None
+
+    def _victims(self, newcomer: Request) -> list[RequestState] | None:
+        """Return who has to go for a newcomer, or None if that is the newcomer itself."""
         num_requests = len(self._waiting) + 1
         num_tokens = self.num_tokens + newcomer.num_prompt_tokens
         victims: list[RequestState] = []
-        if self._is_over(num_requests, num_tokens):
-            own = self._parts.get(newcomer.tenant)
-            own_requests = 1 + (len(own.members) if own else 0)
-            own_tokens = newcomer.num_prompt_tokens + (own.num_tokens if own else 0)
-            own_share = self._share(newcomer.tenant, own_requests, own_tokens)
-            left = {t: (list(p.members.values()), p.num_tokens) for t, p in self._parts.items() if p is not own}
-            while self._is_over(num_requests, num_tokens):
-                tenant = max(left, key=lambda t: self._share(t, len(left[t][0]), left[t][1]), default=None)
-                if tenant is None or self._share(tenant, len(left[tenant][0]), left[tenant][1]) <= own_share:
-                    return False
-                members, tokens = left[tenant]
-                victims.append(members.pop())
-                size = victims[-1].num_known_tokens
-                left[tenant] = (members, tokens - size)
-                num_requests, num_tokens = num_requests - 1, num_tokens - size
-        for victim in victims:
-            self._dismiss(victim, Cause.DISPLACED, self._promise_s(victim.num_known_tokens))
-        return True
+        if not self._is_over(num_requests, num_tokens):
+            return victims
+        own = self._parts.get(newcomer.tenant, _Part())
+        own_tokens = own.num_tokens + newcomer.num_prompt_tokens
+        own_share = self._share(newcomer.tenant, len(own.members) + 1, own_tokens)
+        others = {
+            tenant: (len(part.members), part.num_tokens) for tenant, part in self._parts.items() if part is not own
+        }
+        newest = {tenant: reversed(self._parts[tenant].members.values()) for tenant in others}
+        while self._is_over(num_requests, num_tokens):
+            share, tenant = max(((self._share(name, *has), name) for name, has in others.items()), default=(0.0, ""))
+            if share <= own_share:
+                return None
+            victims.append(next(newest[tenant]))
+            size = victims[-1].num_known_tokens
+            others[tenant] = (others[tenant][0] - 1, others[tenant][1] - size)
+            num_requests, num_tokens = num_requests - 1, num_tokens - size
+        return victims
 
     def _is_over(self, num_requests: int, num_tokens: int) -> bool:
         config = self._config
@@ -378,34 +324,20 @@ class CentralQueue:
         """
         self._num_promised = min(self._num_promised + 1, max(len(self._waiting), 1))
         self._num_promised_tokens = min(self._num_promised_tokens + num_tokens, max(self.num_tokens, num_tokens))
-        return self._drain.time_s(self._num_promised, self._num_promised_tokens) or _UNKNOWN_RETRY_S
+        return self._drain.retry_after_s(self._num_promised, self._num_promised_tokens)
 
 
 def _expiry(request: Request, deadline_s: float) -> _Expiry:
-    if request.refuse_late:
-        slo, arrival_s = request.slo, request.arrival_s
-        late_s = arrival_s + min(_or_never(slo.ttft_s), _or_never(slo.e2e_s))
-        if late_s < deadline_s:
-            return _Expiry(late_s, Cause.LATE)
-    return _Expiry(deadline_s, Cause.EXPIRED)
+    late_s = _late_s(request)
+    return _Expiry(late_s, Cause.LATE) if late_s < deadline_s else _Expiry(deadline_s, Cause.EXPIRED)
+
+
+def _late_s(request: Request) -> float:
+    """Return when a request that would rather be refused than late is late even if it gets a replica then."""
+    if not request.refuse_late:
+        return math.inf
+    return request.arrival_s + min(_or_never(request.slo.ttft_s), _or_never(request.slo.e2e_s))
 
 
 def _or_never(target_s: float | None) -> float:
     return math.inf if target_s is None else target_s
-
-
-def is_hopeless(request: Request, predicted_ttft_s: float, now_s: float) -> bool:
-    """Return whether a request would rather be refused now: it said so, and is expected to miss its TTFT by far.
-
-    Args:
-        predicted_ttft_s: from now on; infinity or not a number where nothing is known, which refuses nobody.
-    """
-    if not request.refuse_late or request.slo.ttft_s is None or not math.isfinite(predicted_ttft_s):
-        return False
-    return now_s - request.arrival_s + predicted_ttft_s > _HOPELESS * request.slo.ttft_s
-
-
-def excess_s(request: Request, predicted_ttft_s: float, now_s: float) -> float:
-    """Return by how much a prediction exceeds the TTFT target: when a request like it may be in time, if none comes."""
-    allowed_s = math.inf if request.slo.ttft_s is None else request.slo.ttft_s
-    return max(0.0, now_s - request.arrival_s + predicted_ttft_s - allowed_s)

@@ -133,6 +133,8 @@ class Finished:
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    message: str = ""
+    """What went wrong, for the client, where that is known; only with `FinishReason.ERROR`."""
 
 
 @dataclass(frozen=True, slots=True)

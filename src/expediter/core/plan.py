@@ -161,6 +161,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """A sequence that cannot go on, through no fault of the others; the message is for its client."""
+
+    request_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step produced.
 
@@ -172,6 +180,8 @@ class StepResult:
         logprobs: per sampled entry, None where not asked for; None when nobody asked.
         failed_host_blocks: host blocks of the plan's moves whose contents did not arrive, out or in. Entries of the
             plan that would have read them have results of no meaning.
+        failures: sampled sequences that cannot go on: their tokens mean nothing. Whoever drives the scheduler aborts
+            them before it applies the result.
     """
 
     step_id: int
@@ -180,3 +190,4 @@ class StepResult:
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     durations_s: tuple[float, ...] | None = None
     failed_host_blocks: tuple[int, ...] = ()
+    failures: tuple[SequenceFailure, ...] = ()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from expediter.core.events import Event
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
+from expediter.core.request import Grammar
 
 
 class Clock(Protocol):
@@ -54,6 +55,15 @@ class Executor(Protocol):
         """Run one plan to its end; reads the plan's arrays, keeps none of them.
 
         Copies come first, then swaps out, then swaps in, then the forward pass.
+        """
+        ...
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Get ready for requests with this grammar object. Called before the first of them is added, by a thread of its
+        own, while steps are executed; may take long.
+
+        Raises:
+            RequestError: outputs cannot be held to it.
         """
         ...
 

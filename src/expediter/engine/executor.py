@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from expediter.core.errors import ConfigurationError, InvariantError
+from expediter.core.errors import ConfigurationError, InvariantError, RequestError
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits
+from expediter.core.request import Grammar
 from expediter.engine.attention import ATTENTION_NAME, BATCH_KEYWORD, register
 from expediter.engine.batch import PackedBatch, pack
 from expediter.engine.host_pool import HostPool
 from expediter.engine.kv_pool import KVPool, KVShape
+from expediter.engine.matching import Matchers
 from expediter.engine.sampler import Sampler
+from expediter.engine.structured import CompiledGrammars
+
+_MAX_MATCHER_THREADS: Final = 8
 
 
 class TorchExecutor:
@@ -39,6 +45,7 @@ class TorchExecutor:
         max_model_len: longest sequence, in tokens; None for what the model's config says.
         seed: source of the seeds of requests that bring none.
         num_host_blocks: of the host tier; how fast blocks move there is measured at once.
+        grammars: compiles what outputs have to match; None to refuse requests with a grammar.
     Raises:
         ConfigurationError: the model cannot run on paged attention; it is tried out at once.
     """
@@ -53,6 +60,7 @@ class TorchExecutor:
         max_model_len: int | None = None,
         seed: int | None = None,
         num_host_blocks: int = 0,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None)
@@ -66,7 +74,15 @@ class TorchExecutor:
         model.set_attn_implementation(ATTENTION_NAME)
         self._model: PreTrainedModel | None = model
         shape = KVShape.of_config(model.config, model.dtype)
-        self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=config.vocab_size, device=model.device, seed=seed)
+        self._grammars = grammars
+        self._matchers = None if grammars is None else Matchers(grammars, config.vocab_size, _num_matcher_threads())
+        self._sampler = Sampler(
+            max_num_seqs=max_num_seqs,
+            vocab_size=config.vocab_size,
+            device=model.device,
+            seed=seed,
+            matchers=self._matchers,
+        )
         pool = KVPool(shape, num_blocks=num_blocks, block_size=block_size, device=model.device)
         _try_out(model, pool, config.vocab_size)
         self._pool: KVPool | None = pool
@@ -107,19 +123,32 @@ class TorchExecutor:
         logits = _forward(model, pack(plan, pool))
         sampled = plan.sampled
         num_known = plan.starts[sampled].astype(np.int64) + plan.lengths[sampled]
-        tokens, logprobs = self._sampler.sample(logits, plan.sample_slots, num_known)
+        drawn = self._sampler.sample(logits, plan.sample_slots, num_known)
         return StepResult(
             step_id=plan.step_id,
-            tokens=tokens[None],
+            tokens=drawn.tokens[None],
             elapsed_s=time.perf_counter() - started_s,
-            logprobs=logprobs,
+            logprobs=drawn.logprobs,
+            failures=drawn.failures,
         )
+
+    def prepare(self, grammar: Grammar) -> None:
+        if self._grammars is None:
+            raise RequestError("this model follows no grammar", param="grammar")
+        self._grammars.prepare(grammar)
 
     def close(self) -> None:
         """Drop the model and the pools; their memory goes back when nobody else holds them."""
         self._model = None
         self._pool = None
         self._host = None
+        if self._matchers is not None:
+            self._matchers.close()
+
+
+def _num_matcher_threads() -> int:
+    """Return how many threads make masks beside the model's own."""
+    return min(torch.get_num_threads(), _MAX_MATCHER_THREADS)
 
 
 def _forward(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from expediter.core.errors import ConfigurationError
 from expediter.engine.executor import TorchExecutor
 from expediter.engine.kv_pool import KVShape
+from expediter.engine.structured import CompiledGrammars, GrammarCompiler
 
 _DTYPES: Final = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
@@ -82,6 +83,7 @@ def load_executor(config: EngineConfig) -> TorchExecutor:
         max_model_len=config.max_model_len,
         seed=config.seed,
         num_host_blocks=config.swap_space_bytes // shape.bytes_per_block(config.block_size),
+        grammars=CompiledGrammars(lambda: GrammarCompiler.of_folder(config.model)),
     )
 
 

@@ -1,20 +1,22 @@
 """From logits to tokens. Parameters live per slot and are overwritten when the slot is given to another request.
 
-The order of operations is vLLM's: logprobs of the raw logits; logit_bias, min_tokens, penalties; greedy, or
-temperature, min-p, top-k, top-p and the draw.
+The order of operations is vLLM's: logprobs of the raw logits; logit_bias, min_tokens, penalties; the grammar's mask;
+greedy, or temperature, min-p, top-k, top-p and the draw.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from expediter.core.plan import Admission, IntArray, TokenLogprobs
+from expediter.core.errors import InvariantError
+from expediter.core.plan import Admission, IntArray, SequenceFailure, TokenLogprobs
 from expediter.core.request import Request, TokenArray
+from expediter.engine.matching import MaskArray, Matchers
 from expediter.engine.noise import gumbel, noise_keys
 from expediter.engine.sampling_params import MIN_TEMPERATURE
 
@@ -23,6 +25,9 @@ _IntpArray = npt.NDArray[np.intp]
 _RANDOM: Final = 1
 _ADJUSTED: Final = 2
 _LOGPROBS: Final = 4
+_CONSTRAINED: Final = 8
+
+_NOTHING_ALLOWED: Final = "the model gives no token that the grammar allows"
 
 _NUCLEUS_WIDTH: Final = 256
 """Candidates looked at first for top-p alone; rows whose nucleus is wider are sorted as a whole."""
@@ -51,14 +56,45 @@ class _Adjustments:
     counts: torch.Tensor | None
 
 
+class _Constraint(NamedTuple):
+    """Rows that have a grammar, their masks, and what went wrong with some, by position among them."""
+
+    rows: _IntpArray
+    masks: MaskArray
+    errors: dict[int, str]
+
+
+class Sampled(NamedTuple):
+    """What a step drew.
+
+    Attributes:
+        tokens: int32, shape [num_rows].
+        logprobs: of each row, None where not asked for; None in place of all when nobody asked.
+        failures: sequences whose grammar allows nothing that could be drawn; their rows' tokens mean nothing.
+    """
+
+    tokens: TokenArray
+    logprobs: tuple[TokenLogprobs | None, ...] | None
+    failures: tuple[SequenceFailure, ...] = ()
+
+
 class Sampler:
     """Draws one token per sampled entry of a step.
 
     Args:
         seed: source of the seeds of requests that bring none.
+        matchers: of requests with a grammar; None if there are none.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        seed: int | None = None,
+        matchers: Matchers | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._rng = np.random.default_rng(seed)
@@ -70,6 +106,8 @@ class Sampler:
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self._adjustments: dict[int, _Adjustments] = {}
+        self._matchers = matchers
+        self._constrained_ids: dict[int, str] = {}
         self._all_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)[None]
 
     def admit(self, admission: Admission) -> None:
@@ -84,6 +122,12 @@ class Sampler:
         if _is_adjusted(request):
             flags |= _ADJUSTED
             self._adjustments[slot] = self._adjust_of(request, admission.tokens)
+        if request.grammar is not None:
+            if self._matchers is None:
+                raise InvariantError(f"request {request.request_id} has a grammar, and this sampler no matchers")
+            flags |= _CONSTRAINED
+            self._constrained_ids[slot] = request.request_id
+            self._matchers.admit(slot, request.grammar, admission.tokens[request.num_prompt_tokens :].tolist())
         self._flags[slot] = flags
         self._num_prompt_tokens[slot] = request.num_prompt_tokens
         if flags & _RANDOM:
@@ -92,21 +136,17 @@ class Sampler:
             seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
             self._seeds[slot] = np.uint64(seed % 2**64)
 
-    def sample(
-        self, logits: torch.Tensor, slots: IntArray, num_known: npt.NDArray[np.int64]
-    ) -> tuple[TokenArray, tuple[TokenLogprobs | None, ...] | None]:
+    def sample(self, logits: torch.Tensor, slots: IntArray, num_known: npt.NDArray[np.int64]) -> Sampled:
         """Draw the next token of each row.
 
         Args:
             logits: of each sampled entry's last token, shape [n, vocab_size]; may be overwritten.
             slots: of each row, shape [n].
             num_known: tokens of each sequence so far, prompt and output, shape [n].
-        Returns:
-            Tokens, int32, shape [n], and per row the logprobs asked for; None in place of all when nobody asked.
         """
         flags = self._flags[slots]
         if not flags.any():
-            return _to_numpy(_argmax(logits)), None
+            return Sampled(_to_numpy(_argmax(logits)), None)
         logits = logits.float()
         with_logprobs = np.flatnonzero(flags & _LOGPROBS)
         raw = torch.log_softmax(logits[self._index(with_logprobs)], dim=-1) if len(with_logprobs) else None
@@ -114,6 +154,8 @@ class Sampler:
         adjusted = np.flatnonzero(flags & _ADJUSTED)
         for row in adjusted:
             _adjust(logits[row], self._adjustments[int(slots[row])], int(output_indices[row]))
+        constrained = np.flatnonzero(flags & _CONSTRAINED)
+        constraint = self._constrain(logits, constrained, slots) if len(constrained) else None
         chosen = _argmax(logits)
         random = np.flatnonzero(flags & _RANDOM)
         if len(random):
@@ -122,7 +164,29 @@ class Sampler:
         tokens = _to_numpy(chosen)
         for row in adjusted:
             _count(self._adjustments[int(slots[row])], int(tokens[row]))
-        return tokens, None if raw is None else self._report(raw, with_logprobs, slots, tokens)
+        failures = () if constraint is None else self._advance(constraint, slots, tokens)
+        return Sampled(tokens, None if raw is None else self._report(raw, with_logprobs, slots, tokens), failures)
+
+    def _constrain(self, logits: torch.Tensor, rows: _IntpArray, slots: IntArray) -> _Constraint:
+        """Rule out, in these rows of the logits, what their grammars do not allow."""
+        assert self._matchers is not None
+        masks, errors = self._matchers.masks(slots[rows].tolist())
+        intact = np.array([i for i in range(len(rows)) if i not in errors], dtype=np.intp)
+        allowed = np.unpackbits(masks[intact], axis=1, bitorder="little", count=self._vocab_size).view(np.bool_)
+        for row, columns in zip(rows[intact].tolist(), torch.from_numpy(~allowed).to(self._device), strict=True):
+            logits[row].masked_fill_(columns, -torch.inf)
+        return _Constraint(rows, masks, errors)
+
+    def _advance(self, constraint: _Constraint, slots: IntArray, tokens: TokenArray) -> tuple[SequenceFailure, ...]:
+        """Tell the matchers what was drawn; return who got nothing that its grammar allows."""
+        assert self._matchers is not None
+        rows, masks, errors = constraint
+        drawn = tokens[rows]
+        is_allowed = masks[np.arange(len(rows)), drawn >> 3] >> (drawn & 7) & 1
+        errors |= {i: _NOTHING_ALLOWED for i in np.flatnonzero(is_allowed == 0).tolist() if i not in errors}
+        intact = [i for i in range(len(rows)) if i not in errors]
+        self._matchers.advance(slots[rows[intact]].tolist(), drawn[intact].tolist())
+        return tuple(SequenceFailure(self._constrained_ids[int(slots[rows[i]])], errors[i]) for i in sorted(errors))
 
     def _index(self, rows: _IntpArray) -> torch.Tensor:
         return torch.from_numpy(rows).to(self._device)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from expediter.core.errors import ConfigurationError, RequestError
+from expediter.core.errors import ConfigurationError, InvariantError, RequestError
+from expediter.core.request import Grammar
 from expediter.engine.tokenizer import Tokenizer
 
 GrammarKind = Literal["json_schema", "regex", "lark", "choice"]
@@ -58,7 +62,7 @@ def grammar_text(kind: GrammarKind, text: str) -> str:
             case "lark":
                 return grammar_from("grammar", text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(_readable(str(error))) from error
+        raise RequestError(readable(str(error))) from error
 
 
 class GrammarCompiler:
@@ -108,11 +112,70 @@ class GrammarCompiler:
             allowed = np.unpackbits(np.frombuffer(rehearsed.compute_bitmask(), np.uint8), bitorder="little")
             rehearsed.consume_token(int(allowed.argmax()))
         if rehearsed.is_error():
-            raise RequestError(_readable(rehearsed.get_error()))
+            raise RequestError(readable(rehearsed.get_error()))
         return matcher
 
 
-def _readable(message: str) -> str:
+class CompiledGrammars:
+    """The compiled grammars of live requests, and the latest of others. Threads may share it.
+
+    Args:
+        load: makes the compiler, when it is first needed: that takes some tenths of a second.
+        max_latest: grammars to keep beyond the requests that they came with.
+    """
+
+    def __init__(self, load: Callable[[], GrammarCompiler], max_latest: int = 64) -> None:
+        self._load = load
+        self._max_latest = max_latest
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._of_grammar: WeakKeyDictionary[Grammar, _Compiled] = WeakKeyDictionary()
+        self._of_text: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
+        self._latest: OrderedDict[str, _Compiled] = OrderedDict()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar, unless its text is known; `matcher` is quick as long as this object lives. May take long.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        with self._lock:
+            compiled = self._of_text.get(grammar.text)
+        if compiled is None:
+            try:
+                self._compiler = self._compiler or self._load()
+            except ConfigurationError as error:
+                raise RequestError(str(error)) from error
+            compiled = _Compiled(self._compiler.compile(grammar.text))
+        with self._lock:
+            self._of_text[grammar.text] = self._of_grammar[grammar] = self._latest[grammar.text] = compiled
+            self._latest.move_to_end(grammar.text)
+            if len(self._latest) > self._max_latest:
+                self._latest.popitem(last=False)
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """Return a new matcher at the beginning of a grammar that has been prepared.
+
+        Raises:
+            InvariantError: it has not.
+        """
+        with self._lock:
+            compiled = self._of_grammar.get(grammar)
+        if compiled is None:
+            raise InvariantError("a grammar is used before it was prepared")
+        return compiled.template.deep_copy()
+
+
+class _Compiled:
+    """A matcher to copy; copies share what they learn of the grammar's tokens."""
+
+    __slots__ = ("__weakref__", "template")
+
+    def __init__(self, template: LLMatcher) -> None:
+        self.template = template
+
+
+def readable(message: str) -> str:
     """Return llguidance's message as far as it is about the client's grammar, in plain characters on one line."""
     regex_error = _REGEX_ERROR.search(message)
     if regex_error is not None:  # among drawings of where it is

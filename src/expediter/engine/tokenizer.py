@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders
@@ -26,6 +26,7 @@ class Tokenizer:
         vocab_size: of the model (its logits), which may exceed the tokenizer's own; ids lie in [0, vocab_size).
         eos_token_ids: every id that ends a sequence, from generation_config.json and config.json.
         special_token_ids: ids that `skip_special_tokens` leaves out.
+        template_knows_tools: whether the chat template writes down the functions that may be called, and past calls.
         is_byte_level: each token stands for fixed bytes (GPT-2's scheme), whatever its neighbours.
     """
 
@@ -46,7 +47,10 @@ class Tokenizer:
         )
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._special_tokens = dict(special_tokens or {})
-        self._template = None if chat_template is None else _environment().from_string(chat_template)
+        environment = _environment()
+        self._template = None if chat_template is None else environment.from_string(chat_template)
+        parsed = environment.parse(chat_template or "")
+        self.template_knows_tools = "tools" in meta.find_undeclared_variables(parsed)
         self._bytes_of_token: dict[int, bytes] = {}
 
     @classmethod
@@ -108,12 +112,21 @@ class Tokenizer:
         """Return the text of token ids as a whole; ids without a token yield nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
+    ) -> list[int]:
         """Return the token ids of a conversation laid out by the model's own template.
 
         Args:
-            messages: `role` and `content` (text) each, in order.
+            messages: `role` and `content` (text) each, in order; what else the template knows of messages.
             add_generation_prompt: end where the assistant's answer begins.
+            tools: functions that may be called, in OpenAI's shape, for a template that knows them.
+            continue_final: end where the text of the last message ends, in place of both.
         Raises:
             RequestError: the model has no template, or its template refuses these messages.
         """
@@ -121,8 +134,14 @@ class Tokenizer:
             raise RequestError("the model has no chat template", param="messages")
         try:
             text = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._special_tokens
+                messages=messages,
+                add_generation_prompt=add_generation_prompt and not continue_final,
+                tools=tools or None,
+                **self._special_tokens,
             )
+            if continue_final:
+                final = str(messages[-1]["content"]).strip()
+                text = text[: text.rindex(final) + len(final)]
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise RequestError("the model's chat template refuses these messages", param="messages") from error
         return self.encode(text, add_special_tokens=False)

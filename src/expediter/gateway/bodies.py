@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any, Final, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +18,6 @@ from expediter.gateway.terms import MAX_SESSION_CHARS, MAX_TARGET_MS
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_N: Final = 64
-MAX_PROMPTS: Final = 256
 MAX_CHOICES: Final = 256
 MAX_STOPS: Final = 16
 
@@ -74,8 +74,11 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True):
-    """Fields that completions and chat completions share; null means the default."""
+class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that completions and chat completions share; null means the default.
+
+    What is not declared is refused by name: to ignore it would be to promise what is not kept.
+    """
 
     model: str | None = None
     max_tokens: PositiveInt | None = None
@@ -106,110 +109,77 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     refuse_late: bool | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Fields that change the meaning of a request and that we do not have: anything but "off" is refused.
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # Fields that say something of the client, and change nothing.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    # Fields that are refused unless they are off: see `_OFF`.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    service_tier: Any = None
+    store: Any = None
     use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
     prompt_logprobs: Any = None
-    include_stop_str_in_output: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
     truncate_prompt_tokens: Any = None
-
-
-class CompletionBody(GenerationBody, kw_only=True):
-    """`POST /v1/completions`. A list of texts or of token lists is that many prompts; a list of ids is one."""
-
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: Any = None
-    suffix: Any = None
-
-
-class ContentPart(msgspec.Struct):
-    """A part of a message; only text parts are taken."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: Any = None
-
-
-class ChatBody(GenerationBody, kw_only=True):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    continue_final_message: Any = None
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`, vLLM's shape: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /detokenize`, vLLM's shape."""
-
-    model: str | None = None
-    tokens: list[TokenId]
+    spaces_between_special_tokens: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
 
 
 _OFF: Final[dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0, 1),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
     "bad_words": ([],),
-    "best_of": (1,),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
     "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    "documents": ([],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "prediction": (),
+    "web_search_options": (),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+    "thinking": ({"type": "disabled"},),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
 }
-_UNSUPPORTED: Final = (
-    *(
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "use_beam_search",
-        "prompt_logprobs",
-        "include_stop_str_in_output",
-    ),
-    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice"),
-    *("functions", "function_call", "modalities", "audio", "chat_template", "chat_template_kwargs"),
-    "continue_final_message",
-)
+"""Fields that would change what a request means and that we do not have, and the values that switch them off."""
+_INSTEAD: Final = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+    **{"functions": "tools", "function_call": "tool_choice"},
+}
 
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound=msgspec.Struct)
 _PATH: Final = re.compile(r"`\$\.([A-Za-z_]+)")
 
 
@@ -236,8 +206,7 @@ def decode_body(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     try:
         body = decoder.decode(raw)
     except msgspec.ValidationError as error:
-        field = _PATH.search(str(error))
-        raise bad_request(str(error), field[1] if field else _missing_field(str(error))) from error
+        raise _invalid(str(error)) from error
     except RecursionError as error:
         raise bad_request("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -245,17 +214,33 @@ def decode_body(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         if param is not None:
             raise bad_request(f"{param} must be a finite number", param) from error
         raise bad_request("the body is not valid JSON in UTF-8") from error
-    for name in _UNSUPPORTED:
-        value = getattr(body, name, None)
-        if value is not None and not any(type(value) is type(off) and value == off for off in _OFF.get(name, ())):
-            instead = ": structured_outputs has taken its place" if name.startswith("guided_") else ""
-            raise bad_request(f"{name} is not supported{instead}", name)
+    _refuse_unsupported(body)
     return body
 
 
-def _missing_field(message: str) -> str | None:
-    match = re.search(r"missing required field `(\w+)`", message)
-    return match[1] if match else None
+def _refuse_unsupported(body: msgspec.Struct) -> None:
+    for name in refused_fields(type(body)):
+        value = getattr(body, name)
+        if value is None or any(type(value) is type(off) and value == off for off in _OFF[name]):
+            continue
+        instead = f": {_INSTEAD[name]} has taken its place" if name in _INSTEAD else ""
+        raise bad_request(f"{name} is not supported{instead}", name)
+
+
+@cache
+def refused_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a body that are declared only to be refused with a clear message."""
+    declared = get_type_hints(kind)
+    return tuple(name for name in _OFF if declared.get(name) is Any)
+
+
+def _invalid(message: str) -> ApiError:
+    """Return the error for a body of the wrong shape, with the field at fault as msgspec names it."""
+    path = _PATH.search(message)
+    named = re.fullmatch(r"Object (?:missing required|contains unknown) field `(\w+)`", message)
+    if named is not None and "unknown" in message:
+        return bad_request(f"there is no parameter {named[1]}", named[1])
+    return bad_request(message, path[1] if path else named and named[1])
 
 
 def _field_without_number(raw: bytes) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -59,6 +59,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def no_such_model(names: Iterable[str]) -> ApiError:
+    """Return the error for a model that is not there, or not for this tenant: it is told the same."""
+    return ApiError(404, f"no such model; there is: {', '.join(names)}", param="model", code="model_not_found")
+
+
 def overloaded(message: str, code: str | None = None, retry_after_s: float = 1.0) -> ApiError:
     """Return the error for work that cannot be taken now, but may be in so many seconds."""
     return ApiError(503, message, type="service_unavailable", code=code, headers=retry_after(retry_after_s))
@@ -106,6 +111,8 @@ def to_api_error(error: Exception) -> ApiError:
             return overloaded(str(error), retry_after_s=error.retry_after_s)
         case ReplicaError():
             return replica_lost()
+        case RecursionError():
+            return bad_request("the request is nested too deeply")
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     logger.error("internal error", exc_info=error)

@@ -12,6 +12,7 @@ from expediter.core.plan import TokenLogprobs
 from expediter.core.request import FinishReason, Request
 from expediter.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 from expediter.gateway.errors import ApiError, bad_request, overloaded, replica_lost
+from expediter.gateway.tools.base import CallDelta, CallParser
 from expediter.runtime.streams import OutputTokens, RequestStream, StreamItem
 from expediter.runtime.supervisor import Supervisor
 
@@ -21,26 +22,41 @@ class Delta:
     """What a choice has new.
 
     Attributes:
+        text: for the reader; calls are not in it.
         tokens: output tokens whose text is in `text` or was held back earlier, with their logprobs if asked for.
+        calls: what is new of tool calls.
         finish_reason: OpenAI's word, on the last delta of the choice.
+        stop: the stop string that ended it, if one did.
     """
 
     index: int
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
 
 
 class Choice:
-    """One sequence: detokenizes, looks for stop strings, and knows when it is over.
+    """One sequence: detokenizes, looks for stop strings and tool calls, and knows when it is over.
 
+    Args:
+        matcher: of stop strings.
+        parser: of tool calls; None where there are none.
     Attributes:
         finish_reason: set with the choice's last delta.
         has_ended: whether the replica has said so; a choice that found a stop string is finished before.
     """
 
-    def __init__(self, index: int, request: Request, detokenizer: IncrementalDetokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        detokenizer: IncrementalDetokenizer,
+        matcher: StopMatcher,
+        parser: CallParser | None = None,
+    ) -> None:
         self.index = index
         self.request = request
         self.stream: RequestStream | None = None
@@ -48,7 +64,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.has_ended = False
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = matcher
+        self._parser = parser
+        self._stop: str | None = None
         self._held = Delta(index, "")
 
     @property
@@ -74,11 +92,23 @@ class Choice:
             if self.finish_reason is None:
                 self.finish_reason = reason
                 text += self._matcher.flush()
-        if not text and self.finish_reason is None:
+        calls: list[CallDelta] = []
+        if self._parser is not None:
+            text, calls = self._take_apart(self._parser, text)
+        if not text and not calls and self.finish_reason is None:
             return None
         delta, self._held = self._held, Delta(self.index, "")
-        delta.text, delta.finish_reason = text, self.finish_reason
+        delta.text, delta.calls, delta.finish_reason, delta.stop = text, calls, self.finish_reason, self._stop
         return delta
+
+    def _take_apart(self, parser: CallParser, text: str) -> tuple[str, list[CallDelta]]:
+        """Return what of new output is text and what is calls; the end of the choice ends both."""
+        parsed = parser.push(text)
+        if self.finish_reason is not None:
+            parsed.extend(parser.flush())
+            if self.finish_reason == "stop" and parser.num_calls:
+                self.finish_reason = "tool_calls"
+        return parsed.text, parsed.calls
 
     def _read(self, items: Sequence[StreamItem], ends_with_stop_token: bool) -> str:
         """Return the text that new tokens complete; the token that stopped the sequence has none."""
@@ -104,7 +134,7 @@ class Choice:
             return text
         shown, stop = self._matcher.push(text)
         if stop is not None:
-            self.finish_reason = "stop"
+            self.finish_reason, self._stop = "stop", stop
         return shown
 
 
@@ -124,7 +154,7 @@ def _finish_reason(ended: Finished | Rejected) -> str:
         case FinishReason.ABORT:
             raise ApiError(500, "the request was aborted", type="server_error", code="aborted")
         case FinishReason.ERROR:
-            raise replica_lost()
+            raise bad_request(ended.message) if ended.message else replica_lost()
 
 
 class Generation:

@@ -16,6 +16,7 @@ from expediter.gateway.dashboard.feed import Feeder
 from expediter.gateway.dashboard.page import dashboard_page
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.explanations import Explanations
+from expediter.gateway.tenants import Tenant
 
 _MAX_DIGITS: Final = 15
 
@@ -50,8 +51,8 @@ class Observation:
 
     async def explanation(self, request: HttpRequest) -> Response:
         """What held a request and what it did: by our id, the response's, or the client's own X-Request-Id."""
-        tenant: str = request.scope.get("tenant", "")
-        told = await self._explanations.explain(tenant, request.path_params["name"])
+        tenant: Tenant = request.scope["tenant"]
+        told = await self._explanations.explain(tenant.name, request.path_params["name"])
         if told is None:
             raise ApiError(404, "no such request, or it ended too long ago", code="request_not_found")
         return _json(told)

@@ -1,4 +1,4 @@
-"""Serves the application until a signal, then drains: finishes what is in flight, or ends it at a deadline."""
+"""Serves until a signal, then drains: finishes what is in flight, or ends it at a deadline."""
 
 from __future__ import annotations
 
@@ -7,43 +7,34 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Final
-
-import uvicorn
-from starlette.types import ASGIApp
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
 
 from expediter.core.errors import ConfigurationError
-from expediter.gateway.middleware import Drain
-from expediter.runtime.supervisor import Supervisor
+from expediter.gateway.door.drain import Drain
+from expediter.gateway.http.listener import Listener
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S: Final = 120
-"""Longer than the pools of usual proxies and clients keep idle connections: they should close first, never we."""
 _FLUSH_S: Final = 1.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling, which would stop listening at once and could not drain."""
+class InFlight(Protocol):
+    """Whoever works on requests."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    def drain(self) -> None:
+        """Take no new ones; those in flight go on."""
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def fail_in_flight(self) -> None:
+        """End those in flight with an error now."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """Take an address without listening on it yet; port 0 lets the system choose.
 
+    Args:
+        is_shared: other processes of ours take it, too; the system spreads connections over them.
     Raises:
         ConfigurationError: the address cannot be had.
     """
@@ -52,6 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(address)
         except OSError:
             sock.close()
@@ -59,25 +52,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
-
-
-def make_http_server(app: ASGIApp) -> HttpServer:
-    """Return a server for the application."""
-    return HttpServer(
-        uvicorn.Config(
-            app,
-            loop="none",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_FLUSH_S) + 1,
-        )
-    )
 
 
 class StopSignals:
@@ -103,9 +77,9 @@ class StopSignals:
 
 
 async def serve_until_signal(
-    server: HttpServer,
+    listener: Listener,
     sock: socket.socket,
-    supervisor: Supervisor,
+    in_flight: InFlight,
     drain: Drain,
     signals: StopSignals,
     *,
@@ -121,28 +95,23 @@ async def serve_until_signal(
         sock: bound address; it is closed at the end.
         on_listening: called once connections are accepted.
     """
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    await first_of(server.listening.wait(), asyncio.shield(serving))
-    if not serving.done():
-        on_listening()
-        await first_of(signals.first.wait(), asyncio.shield(serving))
-    if not serving.done():
-        await _drain(supervisor, drain, signals.second, shutdown_timeout_s)
-        server.should_exit = True
-        server.force_exit = signals.second.is_set()
-    await serving
+    await listener.start(sock)
+    on_listening()
+    await signals.first.wait()
+    await _drain(in_flight, drain, signals.second, shutdown_timeout_s)
+    await listener.stop(0.0 if signals.second.is_set() else _FLUSH_S)
 
 
-async def _drain(supervisor: Supervisor, drain: Drain, hurry: asyncio.Event, timeout_s: float) -> None:
+async def _drain(in_flight: InFlight, drain: Drain, hurry: asyncio.Event, timeout_s: float) -> None:
     logger.info("shutting down: %d requests open, %g s to finish them", drain.num_open, timeout_s)
     drain.is_draining = True
-    supervisor.drain()
+    in_flight.drain()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await first_of(drain.until_idle(), hurry.wait())
     if drain.num_open:
         logger.warning("ending %d requests that did not finish in time", drain.num_open)
-        supervisor.fail_in_flight()
+        in_flight.fail_in_flight()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_S):
                 await drain.until_idle()

@@ -7,7 +7,6 @@ behind their length; nothing is asked on the path of a request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import struct
 from collections.abc import Callable, Sequence
@@ -105,11 +104,14 @@ class Siblings:
         return [decoder.decode(answer) for answer in answers if answer is not None]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+        try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = self._answer(_QUESTIONS.decode(await _read(reader, _MAX_QUESTION_BYTES)))
                 await _write(writer, msgspec.msgpack.encode(answer))
-        writer.close()
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError) as error:
+            logger.warning("a question of another process cannot be answered: %s", type(error).__name__)
+        finally:
+            writer.close()
 
     def _answer(self, question: Question) -> list[ExchangeRecord] | list[Interval]:
         if isinstance(question, RequestsQuestion):

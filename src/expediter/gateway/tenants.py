@@ -186,6 +186,11 @@ class TenantBook:
             if owner is not tenant:
                 raise ConfigurationError(f"{owner.title} and {tenant.title} have the same API key")
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether anybody has a key."""
+        return bool(self._by_hash)
+
     def of_key(self, key: bytes) -> Tenant | None:
         """Return whose key this is, if anybody's.
 
@@ -236,14 +241,19 @@ class Tenants:
     def of(self, authorization: bytes | None, x_api_key: bytes | None = None) -> Tenant | None:
         """Return who a request is from, by its headers `Authorization: Bearer KEY` or `X-Api-Key: KEY`; None: nobody.
 
-        A wrong key is nobody's even where none is needed: its owner would take the anonymous tenant's limits for its
-        own. So are two keys of different tenants.
+        Where nobody has a key, any is taken: many clients cannot do without. Where somebody has, a wrong one is
+        nobody's, even beside an anonymous tenant: its owner would take that one's limits for its own. So are two keys
+        of different tenants.
         """
+        book = self.book
+        if not book.has_keys or (authorization is None and x_api_key is None):
+            return book.anonymous
         if authorization is None:
-            return self.book.anonymous if x_api_key is None else self.book.of_key(x_api_key.strip())
+            assert x_api_key is not None
+            return book.of_key(x_api_key.strip())
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
-        tenant = self.book.of_key(authorization[len(_SCHEME) :].strip())
-        if x_api_key is not None and self.book.of_key(x_api_key.strip()) is not tenant:
+        tenant = book.of_key(authorization[len(_SCHEME) :].strip())
+        if x_api_key is not None and book.of_key(x_api_key.strip()) is not tenant:
             return None
         return tenant

@@ -112,7 +112,7 @@ class Dispatcher:
         if len(self._replicas) > 1:
             self._notes.note(requests, decision, requests[0].arrival_s)
         if isinstance(decision, Refusal):
-            raise CapacityError(decision.message)
+            raise CapacityError(decision.message, retry_after_s=self._retry_after_s(decision))
         streams = [RequestStream(request, requests[0].request_id, wake) for request in requests]
         self._place(streams, decision)
         metrics = self._replicas[decision.replica_id].metrics
@@ -177,8 +177,29 @@ class Dispatcher:
                 stream.first_token_s = event.now_s
             case Finished() | Rejected():
                 replica.let_go(stream)
+                if isinstance(event, Rejected):
+                    stream.retry_after_s = self._excess_s(replica, stream.request)
                 self._fleet.mark(replica.replica_id)
                 stream.push(event)
+
+    def _retry_after_s(self, refusal: Refusal) -> float:
+        """Return when a refused request is worth another try: when a replica is up, or as the router says."""
+        if refusal.reason is not RejectReason.NO_REPLICA:
+            return refusal.retry_after_s
+        now_s = self._clock.now()
+        return min(replica.up_in_s(now_s) for replica in self._replicas.values())
+
+    def _excess_s(self, replica: ManagedReplica, request: Request) -> float:
+        """Return by how much a replica is too late for a request: when one like it may be in time; 0 if that
+        is not known."""
+        if replica.replica_id not in self._fleet:
+            return 0.0
+        speed = self._fleet.profile(replica.replica_id).speed
+        if not speed.is_known:
+            return 0.0
+        load = replica.snapshot()
+        wait_s = speed.queue_s(load.num_pending_tokens, load.num_requests, load.num_running, load.num_context_tokens)
+        return max(0.0, wait_s + speed.prefill_s(request.num_prompt_tokens, 0) - (request.slo.ttft_s or 0.0))
 
     def _pass_tokens_on(self, replica: ManagedReplica, event: TokensFrame) -> None:
         num_requests = len(event.request_ids)

@@ -6,12 +6,12 @@ Nothing here knows of processes or sockets: the replica process runs it with a w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from expediter.core.events import Event
+from expediter.core.events import Event, Finished
 from expediter.core.explanation import Span
-from expediter.core.plan import StepFeatures, StepPlan, StepResult, TokenLogprobs
+from expediter.core.plan import SequenceFailure, StepFeatures, StepPlan, StepResult, TokenLogprobs
 from expediter.core.ports import Clock, Executor
 from expediter.core.request import Carried, FinishReason, Request
 
@@ -44,7 +44,7 @@ class Explain:
     request_id: str
 
 
-Command = tuple[Request, ...] | Resume | Abort | Drain | Explain
+Command = tuple[Request, ...] | Resume | Abort | SequenceFailure | Drain | Explain
 """A request comes as the sequences of its group, most often one."""
 
 
@@ -126,10 +126,17 @@ class ReplicaLoop:
         if not plan.is_empty:
             features = plan.features  # the plan's arrays are the scheduler's own and change with `apply`
             result = self._executor.execute(plan)
+            for failure in result.failures:
+                events += self._fail(failure)
             events += self._scheduler.apply(result, self._clock.now())
             step = StepRecord(plan.step_id, features, result.elapsed_s, result.logprobs, plan.budget_tokens)
         self._sink.emit(events, step)
         return step is not None
+
+    def _fail(self, failure: SequenceFailure) -> list[Event]:
+        """End a sequence; of the step in flight, its part is void."""
+        events = self._scheduler.abort(failure.request_id, self._clock.now(), FinishReason.ERROR)
+        return [replace(e, message=failure.message) if isinstance(e, Finished) else e for e in events]
 
     def _drain_inbox(self) -> list[Event]:
         events: list[Event] = []
@@ -139,6 +146,8 @@ class ReplicaLoop:
                     events += self._scheduler.add_group(command, command[0].arrival_s)
                 case Resume(request, carried):
                     events += self._scheduler.resume(request, carried, self._clock.now())
+                case SequenceFailure():
+                    events += self._fail(command)
                 case Abort():
                     events += self._scheduler.abort(command.request_id, self._clock.now(), command.reason)
                 case Explain(request_id):

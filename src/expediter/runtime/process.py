@@ -43,6 +43,7 @@ from expediter.runtime.frames import (
     step_frame,
 )
 from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, Resume, SchedulerPort, StepRecord
+from expediter.runtime.preparation import Arrival, Prepared, PreparingInbox
 from expediter.runtime.spec import ReplicaSpec, decode_spec
 from expediter.scheduling.knowledge import Knowledge
 
@@ -102,9 +103,9 @@ class SocketInbox:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._closed = False
-        self._next: list[Command] = []
+        self._next: list[Arrival] = []
         self._loop_ended = threading.Event()
 
     @property
@@ -115,7 +116,11 @@ class SocketInbox:
     def start(self) -> None:
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
-    def take(self) -> Sequence[Command]:
+    def put(self, arrival: Prepared) -> None:
+        """Have `take` return something that one of our own threads says."""
+        self._commands.put(arrival)
+
+    def take(self) -> Sequence[Arrival]:
         while True:
             try:
                 self._put_next(self._commands.get_nowait())
@@ -134,11 +139,11 @@ class SocketInbox:
         """Tell the watchdog that the loop has ended by itself."""
         self._loop_ended.set()
 
-    def _put_next(self, command: Command | None) -> None:
-        if command is None:
+    def _put_next(self, arrival: Arrival | None) -> None:
+        if arrival is None:
             self._closed = True
         else:
-            self._next.append(command)
+            self._next.append(arrival)
 
     def _read(self) -> None:
         splitter = FrameSplitter()
@@ -250,7 +255,8 @@ def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
 def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: SocketInbox) -> None:
     clock = MonotonicClock()
     sink = SocketSink(sock, built.scheduler, clock)
-    loop = ReplicaLoop(built.scheduler, built.executor, clock, inbox, sink)
+    preparing = PreparingInbox(inbox, built.executor.prepare)
+    loop = ReplicaLoop(built.scheduler, built.executor, clock, preparing, sink)
     sink.send(
         Hello(
             replica_id=spec.replica_id,

@@ -7,6 +7,7 @@ import msgspec
 from expediter.core.errors import ReplicaError
 from expediter.scheduling.build import PolicyConfig
 from expediter.scheduling.config import SchedulerConfig
+from expediter.telemetry.logging_setup import LogFormat
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: asked for by the operator, in tokens: refused if the pool cannot hold it. None: as long as fits.
         max_num_batched_tokens: asked for by the operator. None: that of `scheduler`, or what the batching needs.
         policy, prefix_caching: of the preset.
+        log_format: of the lines that the replica logs.
         socket_fd: inherited end of the socket pair to the gateway.
         parent_pid: the gateway; the replica exits when it is gone.
     """
@@ -43,6 +45,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     policy: PolicyConfig
     prefix_caching: bool
+    log_format: LogFormat = "text"
     socket_fd: int = -1
     parent_pid: int = -1
 

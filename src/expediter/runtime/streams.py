@@ -35,6 +35,7 @@ class RequestStream:
         num_pending_tokens: of its prompt, as far as not taken to be cached, until the first token comes; the first
             sequence of a group has them all.
         num_resumes: times that it went on at another replica, or at a restarted one.
+        retry_after_s: when one that was refused is worth another try.
         abort_reason: as its consumer asked for its end; None as long as it has not.
     """
 
@@ -49,6 +50,7 @@ class RequestStream:
     num_preemptions: int = 0
     num_pending_tokens: int = 0
     num_resumes: int = 0
+    retry_after_s: float = 0.0
     abort_reason: FinishReason | None = None
     has_started: bool = False
     _items: list[StreamItem] = field(default_factory=list)

@@ -31,6 +31,7 @@ from expediter.runtime.replica_process import ReplicaProcess, to_its_end
 from expediter.runtime.spec import ReplicaSpec
 from expediter.runtime.streams import RequestStream
 from expediter.telemetry.metrics import ServerMetrics
+from expediter.telemetry.shown_backend import ShownBackend
 from expediter.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class Supervisor:
             CapacityError: no replica is up, or the server is shutting down.
         """
         if self._draining:
-            raise CapacityError("the server is shutting down")
+            raise CapacityError("the server is shutting down", retry_after_s=self.start_took_s)
         return self._dispatcher.submit(requests, wake)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -183,7 +184,8 @@ class Supervisor:
             async with asyncio.timeout(timeout_s):
                 answers = await asyncio.gather(*waits)
         except TimeoutError as error:
-            raise CapacityError("the replica is busy and did not answer in time") from error
+            message = "the replica is busy and did not answer in time"
+            raise CapacityError(message, retry_after_s=timeout_s) from error
         told = next((answer for answer in answers if answer is not None), None)
         return self._dispatcher.explained(request_id, told)
 
@@ -194,6 +196,10 @@ class Supervisor:
         """State of each replica by number."""
         return {replica.replica_id: replica.state for replica in self._replicas}
 
+    def shown(self) -> list[ShownBackend]:
+        """Return what is shown of each replica."""
+        return [replica.shown() for replica in self._replicas]
+
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each replica that has a process."""
@@ -203,6 +209,11 @@ class Supervisor:
     def is_ready(self) -> bool:
         """Whether new requests are taken and a replica serves."""
         return not self._draining and any(replica.state is ReplicaState.UP for replica in self._replicas)
+
+    @property
+    def start_took_s(self) -> float:
+        """How long the replicas took to start the last time: what a server that takes this one's place will need."""
+        return max((replica.start_took_s or 0.0 for replica in self._replicas), default=0.0)
 
     @property
     def num_in_flight(self) -> int:
@@ -221,12 +232,15 @@ class Supervisor:
                 replica.num_deaths_in_a_row = 0
             backoff_s = self._config.min_backoff_s * 2.0 ** min(replica.num_deaths_in_a_row, 32)
             replica.num_deaths_in_a_row += 1
-            await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
+            backoff_s = min(backoff_s, self._config.max_backoff_s)
+            replica.starting_s = self._clock.now() + backoff_s
+            await asyncio.sleep(backoff_s)
             replica.metrics.count_restart()
 
     async def _run_incarnation(self, replica: ManagedReplica) -> int:
         """Start the replica and pass its events on until it is gone; return its exit code."""
         self._set_state(replica, ReplicaState.STARTING)
+        replica.starting_s = self._clock.now()
         try:
             process = await ReplicaProcess.start(self._command, replica.spec)
         except OSError:
@@ -256,6 +270,7 @@ class Supervisor:
             case Hello():
                 replica.hello = frame
                 replica.up_since_s = self._clock.now()
+                replica.start_took_s = replica.up_since_s - replica.starting_s
                 self._set_state(replica, ReplicaState.UP)
                 replica.metrics.set_up(True)
                 if all(other.state is ReplicaState.UP for other in self._replicas):
@@ -286,11 +301,13 @@ class Supervisor:
         """Change the state; only who is up gets requests."""
         was_up, replica.state = replica.state is ReplicaState.UP, state
         if was_up and state is not ReplicaState.UP:
+            replica.stats = None
             self._dispatcher.leave(replica)
         elif state is ReplicaState.UP and not was_up:
             self._dispatcher.join(replica)
 
     def _show(self, replica: ManagedReplica, stats: Stats) -> None:
+        replica.stats = stats
         if stats.num_running != replica.num_running:
             replica.num_running = stats.num_running
             self._dispatcher.load_changed(replica)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from expediter.core.errors import InvariantError
+from expediter.core.errors import InvariantError, RequestError
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits, StepTimeModel, run_s
-from expediter.core.request import RequestState, TokenArray
+from expediter.core.request import Grammar, RequestState, TokenArray
 from expediter.sim.synthetic_tokens import VOCAB_SIZE, output_base, output_tokens
 
 
@@ -85,6 +85,10 @@ class SimulatedExecutor:
             elapsed_s=sum(durations_s),
             durations_s=tuple(durations_s),
         )
+
+    def prepare(self, grammar: Grammar) -> None:  # noqa: ARG002 - the protocol's signature
+        """Refuse: made-up tokens follow no grammar."""
+        raise RequestError("a simulated model follows no grammar", param="grammar")
 
     def close(self) -> None:
         self._is_closed = True

@@ -104,6 +104,7 @@ PREDICTED: Final = Family(
     "Of streams whose TTFT was predicted: what was expected, what came, and the sum of the absolute differences.",
     ("kind",),
 )
+PREDICTIONS: Final = Family("expediter:gateway_ttft_predictions", "counter", "Streams whose TTFT was predicted.")
 EJECTIONS: Final = Family("expediter:gateway_ejections", "counter", "Times a backend was taken out.", ("backend",))
 PROBES: Final = Family(
     "expediter:gateway_probes", "counter", "Half-open probes of ejected backends.", ("backend", "result")
@@ -113,8 +114,8 @@ QUEUE_LENGTH: Final = Family("expediter:gateway_queue_requests", "gauge", "Reque
 QUEUE_TOKENS: Final = Family("expediter:gateway_queue_tokens", "gauge", "Their prompt tokens, estimated.")
 
 COUNTED: Final = (
-    *(REQUESTS, TTFT, TPOT, E2E, QUEUE, JUDGED, TOKENS, HITS, BYTES, LIMITED, FAILURES, RETRIES, ROUTED, PREDICTED),
-    *(EJECTIONS, PROBES, IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS),
+    *(REQUESTS, TTFT, TPOT, E2E, QUEUE, JUDGED, TOKENS, HITS, BYTES, LIMITED, FAILURES, RETRIES, ROUTED),
+    *(PREDICTED, PREDICTIONS, EJECTIONS, PROBES, IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS),
 )
 
 BACKEND_GAUGES: Final[dict[str, tuple[str, Callable[[ShownBackend], float | None]]]] = {

@@ -33,6 +33,7 @@ from expediter.telemetry.gateway_families import (
     LATENCY_BUCKETS_S,
     LIMITED,
     PREDICTED,
+    PREDICTIONS,
     PROBES,
     QUEUE,
     QUEUE_LENGTH,
@@ -165,6 +166,7 @@ class GatewayMetrics:
             # The prediction was made when a backend was chosen; the time before that is no fault of its.
             since_s = record.arrived_s if record.dispatched_s is None else record.dispatched_s
             actual_s = record.arrived_s + ttft_s - since_s
+            self._add(PREDICTIONS)
             values[self._place(PREDICTED, "expected")] += record.predicted_ttft_s
             values[self._place(PREDICTED, "actual")] += actual_s
             values[self._place(PREDICTED, "error")] += abs(record.predicted_ttft_s - actual_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 _TRACEPARENT: Final = re.compile(
     rb"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
@@ -57,3 +57,11 @@ def parse_traceparent(header: bytes) -> ClientTrace | None:
     if not trace_id or not span_id:
         return None
     return ClientTrace(trace_id, span_id, bool(int(match["flags"], 16) & _SAMPLED))
+
+
+class Tracer(Protocol):
+    """Chooses the place of requests in their traces."""
+
+    def begin(self, traceparent: bytes | None) -> TraceContext:
+        """Return the place of a request that has come with this header, or without one."""
+        ...

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from expediter.core.clock import VirtualClock
-from expediter.core.errors import InvariantError
+from expediter.core.errors import InvariantError, RequestError
 from expediter.core.plan import IntArray, StepPlan, StepResult
 from expediter.core.ports import ExecutorLimits, StepTimeModel, run_s
-from expediter.core.request import TokenArray
+from expediter.core.request import Grammar, TokenArray
 
 _U64 = npt.NDArray[np.uint64]
 _MASK: Final = (1 << 64) - 1
@@ -131,6 +131,10 @@ class FakeExecutor:
             failed_host_blocks=failed,
             durations_s=durations_s if plan.num_steps > 1 else None,
         )
+
+    def prepare(self, grammar: Grammar) -> None:  # noqa: ARG002 - the protocol's signature
+        """Refuse: the toy model's tokens follow no grammar."""
+        raise RequestError("the toy model follows no grammar", param="grammar")
 
     def close(self) -> None:
         self._kv = np.zeros(0, dtype=np.uint64)

@@ -88,11 +88,13 @@ class Refusal:
     Attributes:
         message: for the client.
         candidates: as in `Placement`, the best first.
+        retry_after_s: when a request like it may be taken, if none comes meanwhile.
     """
 
     reason: RejectReason
     message: str
     candidates: tuple[Candidate, ...] = ()
+    retry_after_s: float = 1.0
 
 
 NO_REPLICA = Refusal(reason=RejectReason.NO_REPLICA, message="no replica is up")

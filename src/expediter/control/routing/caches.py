@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from expediter.control.fleet import Fleet
 from expediter.control.prefix_index import PrefixIndex, cached_tokens
@@ -16,8 +14,8 @@ from expediter.core.request import Request
 class CacheView(Protocol):
     """Says how much of a prompt each replica holds."""
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
-        """Return leading tokens of the prompt that need no computing, int64, shape [fleet.num_slots].
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Mapping[int, int]:
+        """Return by slot how many leading tokens of the prompt need no computing; 0 for who is not in it.
 
         At least one token is always left to compute.
         """
@@ -43,10 +41,12 @@ class IndexedCaches:
         self._stays: dict[int, int] = {}
         self._asked: tuple[Request | None, list[int]] = (None, [])
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Mapping[int, int]:
         self._follow(fleet)
-        keys = self._keys(query)
-        return np.minimum(cached_tokens(self.index.match(keys), fleet.num_slots), query.num_prompt_tokens - 1)
+        found, num_tokens = self.index.match(self._keys(query)), query.num_prompt_tokens
+        if found and found[-1][0] == num_tokens:
+            found[-1] = num_tokens - 1, found[-1][1]
+        return cached_tokens(found)
 
     def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
         self._follow(fleet)
@@ -82,13 +82,10 @@ class AskedCaches:
     A prompt that is on its way counts for nothing until it is computed. A replica that cannot be asked holds nothing.
     """
 
-    def cached(self, query: RouteQuery, fleet: Fleet) -> npt.NDArray[np.int64]:
-        tokens = np.zeros(fleet.num_slots, np.int64)
-        for replica_id in fleet.ids("prefill"):
-            ask = fleet.profile(replica_id).cached_tokens
-            if ask is not None:
-                tokens[fleet.slot_of(replica_id)] = ask(query.request)
-        return np.minimum(tokens, query.num_prompt_tokens - 1)
+    def cached(self, query: RouteQuery, fleet: Fleet) -> Mapping[int, int]:
+        most = query.num_prompt_tokens - 1
+        asked = ((member.slot, member.profile.cached_tokens) for member in fleet.members("prefill"))
+        return {slot: min(ask(query.request), most) for slot, ask in asked if ask is not None}
 
     def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
         """Nothing to note: the replica knows."""

@@ -6,9 +6,7 @@ import math
 from bisect import insort
 from typing import Final, Literal, get_args
 
-import numpy as np
-
-from expediter.control.fleet import Fleet, Floats, requests
+from expediter.control.fleet import Fleet, requests
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, Refusal, RouteQuery
 from expediter.control.routing.caches import CacheView
 from expediter.control.routing.scored import Least, View, shown
@@ -63,36 +61,34 @@ class Conductor:
         self._expected = _ExpectedDecodes(decode_time_s)
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:
-        columns = fleet.columns("prefill")
         decode = fleet.least(requests, "decode")
-        if not len(columns.slots) or decode is None:
+        view = View.of(query, fleet, self.caches)
+        if view is None or decode is None:
             return NO_REPLICA
-        cached = self.caches.cached(query, fleet)[columns.slots].astype(np.float64)
-        view = View(query, fleet, columns, cached, query.num_prompt_tokens - cached)
         costs, reused = self._first_token_s(view)
         place = self._least.pick(costs, view)
-        ttft_s = float(costs[place])
+        ttft_s = costs[place]
         refusal = self._refusal(query, fleet, ttft_s, shown(view, costs, place))
         if refusal is not None:
             return refusal
-        replica_id = fleet.id_at(int(columns.slots[place]))
+        replica_id = view.members[place].replica_id
         self.caches.placed(query, replica_id, fleet)
         self._expected.accepted(query, query.now_s + ttft_s)
-        copied = bool(reused[place] > cached[place])
-        source = int(columns.slots[cached.argmax()])
+        copied = reused[place] > view.cached[place]
+        source = view.members[view.cached.index(max(view.cached))]
         decode_id = decode.replica_id
         if fleet.profile(replica_id).role == "mixed":
             decode_id = replica_id
         return Placement(
             replica_id=replica_id,
-            because=f"its first token is expected after {ttft_s:.3f} s, {reused[place]:.0f} tokens of it "
+            because=f"its first token is expected after {ttft_s:.3f} s, {reused[place]} tokens of it "
             + ("copied from another cache" if copied else "cached"),
             candidates=shown(view, costs, place),
             # Without early rejection the decode pool is asked when the prompt is done, by `hand_off`.
             decode_id=None if self._early_rejection == "none" and decode_id != replica_id else decode_id,
-            num_cached_tokens=int(cached[place]),
-            fetch_from_id=fleet.id_at(source) if copied else None,
-            num_fetched_tokens=int(reused[place]) if copied else 0,
+            num_cached_tokens=view.cached[place],
+            fetch_from_id=source.replica_id if copied else None,
+            num_fetched_tokens=reused[place] if copied else 0,
         )
 
     def hand_off(self, query: RouteQuery, fleet: Fleet) -> Decision:
@@ -113,17 +109,20 @@ class Conductor:
             candidates=(Candidate(decode.replica_id, decode.num_requests),),
         )
 
-    def _first_token_s(self, view: View) -> tuple[Floats, Floats]:
+    def _first_token_s(self, view: View) -> tuple[list[float], list[int]]:
         """Return when each replica would yield the first token, and how many tokens would be reused there."""
-        columns, cached = view.columns, view.cached
-        alone_s = columns.queue_s + columns.prefill_s(view.new, cached)
-        link, most = view.fleet.link, cached.max()
-        if link is None or not most:
-            return alone_s, cached
-        lacking = most / np.maximum(cached, 1.0) >= self._theta
-        moved_s = link.latency_s + (most - cached) * link.token_s
-        copied_s = columns.queue_s + moved_s + columns.prefill_s(view.query.num_prompt_tokens - most + 0 * cached, most)
-        return np.where(lacking, copied_s, alone_s), np.where(lacking, most, cached)
+        link, most = view.fleet.link, max(view.cached)
+        num_tokens = view.query.num_prompt_tokens
+        costs, reused = [], []
+        for member, own_s, cached in zip(view.members, view.prefill_s(), view.cached, strict=True):
+            if link is None or not most or most / max(cached, 1) < self._theta:
+                costs.append(member.queue_s + own_s)
+                reused.append(cached)
+            else:
+                moved_s = link.latency_s + (most - cached) * link.token_s
+                costs.append(member.queue_s + moved_s + member.profile.speed.prefill_s(num_tokens - most, most))
+                reused.append(most)
+        return costs, reused
 
     def _refusal(
         self, query: RouteQuery, fleet: Fleet, ttft_s: float, candidates: tuple[Candidate, ...]
@@ -131,7 +130,7 @@ class Conductor:
         slo = query.slo
         if slo.ttft_s is not None and ttft_s > slo.ttft_s:
             message = f"the first token is expected after {ttft_s:.3f} s, the target is {slo.ttft_s:g} s"
-            return _refused(message, candidates)
+            return _refused(message, candidates, ttft_s - slo.ttft_s)
         if self._early_rejection == "none" or slo.tpot_s is None:
             return None
         why = self._why_too_slow(query, fleet, ttft_s)
@@ -139,22 +138,24 @@ class Conductor:
 
     def _why_too_slow(self, query: RouteQuery, fleet: Fleet, ttft_s: float) -> str | None:
         """Return why the decode pool as a whole would miss the request's target, if it would."""
-        columns = fleet.columns("decode")
-        num_replicas = len(columns.slots)
-        num_now = columns.running.sum()
+        members = fleet.members("decode")
+        loads = [member.snapshot for member in members]
+        num_now: float = sum(load.num_running for load in loads)
         if self._early_rejection == "early":
             # What was accepted and does not decode yet is not looked at: the published rule, and why it swings.
             num, when = num_now, "now"
-            context = (columns.context * columns.running / np.maximum(columns.requests, 1)).sum()
+            context = sum(load.num_context_tokens * load.num_running / max(load.num_requests, 1) for load in loads)
         else:
             num_prefilling = fleet.num_requests("prefill")
             # Decode replicas may count who has room reserved there while its prompt is computed.
-            num_now = max(num_now, columns.requests.sum() - num_prefilling)
+            num_now = max(num_now, sum(load.num_requests for load in loads) - num_prefilling)
             num, context = self._expected.at(query.now_s + ttft_s, query.now_s, num_prefilling, num_now)
             when = "when the prompt is done"
         num, context = num + query.num_sequences, context + query.num_prompt_tokens
-        step_s = columns.step_s + num / num_replicas * columns.decode_s + context / num_replicas * columns.context_s
-        return _why(float(step_s.mean()), context / columns.max_kv.sum(), query, when)
+        each = len(members)
+        steps_s = [member.profile.speed.decode_step_s(num / each, context / each) for member in members]
+        max_tokens = sum(member.profile.max_kv_tokens or math.inf for member in members)
+        return _why(sum(steps_s) / each, context / max_tokens, query, when)
 
 
 class _ExpectedDecodes:
@@ -211,5 +212,5 @@ def _why(step_s: float, kv_share: float, query: RouteQuery, when: str) -> str | 
     return None
 
 
-def _refused(message: str, candidates: tuple[Candidate, ...]) -> Refusal:
-    return Refusal(reason=RejectReason.OVERLOADED, message=message, candidates=candidates)
+def _refused(message: str, candidates: tuple[Candidate, ...], retry_after_s: float = 1.0) -> Refusal:
+    return Refusal(reason=RejectReason.OVERLOADED, message=message, candidates=candidates, retry_after_s=retry_after_s)

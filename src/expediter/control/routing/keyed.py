@@ -29,11 +29,11 @@ class Random(HandsOffToLeastLoaded):
         self._rng = rng
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:  # noqa: ARG002 - this policy looks at no request
-        slots = fleet.slots("prefill")
-        if not len(slots):
+        members = fleet.members("prefill")
+        if not members:
             return NO_REPLICA
-        slot = int(slots[self._rng.integers(len(slots))])
-        return Placement(replica_id=fleet.id_at(slot), because="it was drawn")
+        drawn = members[int(self._rng.integers(len(members)))]
+        return Placement(replica_id=drawn.replica_id, because="it was drawn")
 
 
 class PowerOfTwo(HandsOffToLeastLoaded):
@@ -48,12 +48,13 @@ class PowerOfTwo(HandsOffToLeastLoaded):
         self._rng = rng
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:  # noqa: ARG002 - this policy looks at no request
-        slots = fleet.slots("prefill")
-        if not len(slots):
+        members = fleet.members("prefill")
+        num = len(members)
+        if not num:
             return NO_REPLICA
-        first = int(self._rng.integers(len(slots)))
-        second = (first + 1 + int(self._rng.integers(len(slots) - 1))) % len(slots) if len(slots) > 1 else first
-        drawn = [fleet.snapshot(fleet.id_at(int(slots[place]))) for place in (first, second)]
+        first = int(self._rng.integers(num))
+        second = (first + 1 + int(self._rng.integers(num - 1))) % num if num > 1 else first
+        drawn = [members[place].snapshot for place in (first, second)]
         drawn.sort(key=pending_tokens)
         return Placement(
             replica_id=drawn[0].replica_id,
@@ -97,7 +98,7 @@ class Sessions(HandsOffToLeastLoaded):
             return None, "its session begins"
         if not fleet.can(replica_id, "prefill") or fleet.stay_at(fleet.slot_of(replica_id)) != stay:
             return None, "the replica of its session is gone"
-        mean = (fleet.num_requests("prefill") + query.num_sequences) / len(fleet.slots("prefill"))
+        mean = (fleet.num_requests("prefill") + query.num_sequences) / len(fleet.members("prefill"))
         if fleet.snapshot(replica_id).num_requests + query.num_sequences > self._relative * mean + self._slack:
             return None, "the replica of its session has more than its share"
         return replica_id, "its session is there"

@@ -6,10 +6,8 @@ import math
 from collections import OrderedDict
 from typing import Final
 
-import numpy as np
-
-from expediter.control.fleet import Floats
-from expediter.control.routing.scored import Mask, View
+from expediter.control.fleet import Member
+from expediter.control.routing.scored import View
 
 _MAX_TENANTS: Final = 4096
 _MAX_SESSIONS: Final = 1 << 16
@@ -36,11 +34,14 @@ class BoundedShare(_Forgetful):
         self._relative = relative
         self._slack = slack
 
-    def keep(self, view: View) -> Mask:
-        requests, more = view.columns.requests, view.query.num_sequences
-        most = self._relative * (requests.sum() + more) / len(requests) + self._slack
-        keep: Mask = requests + more <= max(most, requests.min() + more)
-        return keep
+    def keep(self, view: View) -> list[bool] | None:
+        members, more = view.members, view.query.num_sequences
+        most = self._relative * (view.fleet.num_requests("prefill") + more) / len(members) + self._slack
+        keep = [member.snapshot.num_requests + more <= most for member in members]
+        if any(keep):
+            return None if all(keep) else keep
+        least = min(member.snapshot.num_requests for member in members)
+        return [member.snapshot.num_requests == least for member in members]
 
 
 class TenantShare:
@@ -62,13 +63,11 @@ class TenantShare:
         # Per tenant: tokens by stay and slot, beyond a level that all other replicas are at.
         self._served: OrderedDict[str, dict[tuple[int, int], float]] = OrderedDict()
 
-    def keep(self, view: View) -> Mask:
-        keep = np.ones(len(view.new), np.bool_)
-        slots = view.columns.slots
-        for (stay, slot), tokens in self._served.get(view.query.request.tenant, {}).items():
-            if tokens > self._quantum and view.fleet.stay_at(slot) == stay:
-                keep[slots.searchsorted(slot)] = False
-        return keep
+    def keep(self, view: View) -> list[bool] | None:
+        served = self._served.get(view.query.request.tenant)
+        if served is None:
+            return None
+        return [served.get((member.sequence, member.slot), 0.0) <= self._quantum for member in view.members]
 
     def placed(self, view: View, place: int) -> None:
         tenant = view.query.request.tenant
@@ -78,9 +77,9 @@ class TenantShare:
         self._served.move_to_end(tenant)
         if len(self._served) > _MAX_TENANTS:
             self._served.popitem(last=False)
-        slot = int(view.columns.slots[place])
-        key = view.fleet.stay_at(slot), slot
-        served[key] = served.get(key, 0.0) + float(view.new[place])
+        member = view.members[place]
+        key = member.sequence, member.slot
+        served[key] = served.get(key, 0.0) + view.new[place]
         if len(served) >= len(view.new):
             here = {each: tokens for each, tokens in served.items() if view.fleet.stay_at(each[1]) == each[0]}
             least = min(here.values()) if len(here) == len(view.new) else 0.0
@@ -97,24 +96,19 @@ class SessionHome:
     because = "is not where its session is"
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+        self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def keep(self, view: View) -> Mask:
-        request, slots = view.query.request, view.columns.slots
-        if request.session:
-            stay, slot = self._homes.get((request.tenant, request.session), (0, 0))
-            if stay and view.fleet.num_slots > slot and view.fleet.stay_at(slot) == stay:
-                here: Mask = slots == slot
-                if here.any():
-                    return here
-        return np.ones(len(slots), np.bool_)
+    def keep(self, view: View) -> list[bool] | None:
+        request = view.query.request
+        home = self._homes.get((request.tenant, request.session)) if request.session else None
+        return None if home is None else [member.sequence == home for member in view.members]
 
     def placed(self, view: View, place: int) -> None:
         request = view.query.request
         if not request.session:
             return
-        session, slot = (request.tenant, request.session), int(view.columns.slots[place])
-        self._homes[session] = view.fleet.stay_at(slot), slot
+        session = request.tenant, request.session
+        self._homes[session] = view.members[place].sequence
         self._homes.move_to_end(session)
         if len(self._homes) > _MAX_SESSIONS:
             self._homes.popitem(last=False)
@@ -134,13 +128,17 @@ class TokensToCompute(_Forgetful):
     def __init__(self, request_tokens: float = 32.0) -> None:
         self._request_tokens = request_tokens
 
-    def costs(self, view: View) -> Floats:
-        columns = view.columns
-        return columns.pending + view.new * (1 + columns.requests) + self._request_tokens * columns.requests
+    def costs(self, view: View) -> list[float]:
+        each = self._request_tokens
+        loads = [member.snapshot for member in view.members]
+        return [
+            load.num_pending_tokens + new * (1 + load.num_requests) + each * load.num_requests
+            for load, new in zip(loads, view.new, strict=True)
+        ]
 
     def because(self, view: View, place: int) -> str:
         if view.cached[place]:
-            return f"it holds {view.cached[place]:.0f} of the prompt's tokens"
+            return f"it holds {view.cached[place]} of the prompt's tokens"
         return "nobody holds enough of the prompt to make up for its load, and it has the least to compute"
 
 
@@ -152,15 +150,19 @@ class PredictedTtft(_Forgetful):
     of them (see `TokensToCompute`).
     """
 
-    def costs(self, view: View) -> Floats:
-        columns = view.columns
-        return columns.queue_s + columns.prefill_s(view.new, view.cached) * (1 + columns.requests)
+    def costs(self, view: View) -> list[float]:
+        return [
+            member.queue_s + member.profile.speed.prefill_s(new, cached) * (1 + member.snapshot.num_requests)
+            for member, new, cached in zip(view.members, view.new, view.cached, strict=True)
+        ]
 
     def because(self, view: View, place: int) -> str:
-        queue_s = view.columns.queue_s[place]
-        own_s = view.columns.prefill_s(view.new, view.cached)[place]
-        hit = f", {view.cached[place]:.0f} tokens of it cached" if view.cached[place] else ""
-        return f"its first token is expected after {queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
+        member, num_cached = view.members[place], view.cached[place]
+        own_s = member.profile.speed.prefill_s(view.new[place], num_cached)
+        hit = f", {num_cached} tokens of it cached" if num_cached else ""
+        return (
+            f"its first token is expected after {member.queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
+        )
 
 
 class BlocksOfWork(_Forgetful):
@@ -176,13 +178,16 @@ class BlocksOfWork(_Forgetful):
         self._prefill_weight = prefill_weight
         self._block_tokens = block_tokens
 
-    def costs(self, view: View) -> Floats:
-        columns = view.columns
-        prefill = columns.pending + view.new
-        return (self._prefill_weight * prefill + columns.context + view.query.num_prompt_tokens) / self._block_tokens
+    def costs(self, view: View) -> list[float]:
+        weight, num_tokens = self._prefill_weight, view.query.num_prompt_tokens
+        loads = [member.snapshot for member in view.members]
+        return [
+            (weight * (load.num_pending_tokens + new) + load.num_context_tokens + num_tokens) / self._block_tokens
+            for load, new in zip(loads, view.new, strict=True)
+        ]
 
     def because(self, view: View, place: int) -> str:
-        blocks = (view.columns.pending[place] + view.new[place]) / self._block_tokens
+        blocks = (view.members[place].snapshot.num_pending_tokens + view.new[place]) / self._block_tokens
         return f"{blocks:.0f} blocks to prefill there, and few that decode"
 
 
@@ -202,50 +207,58 @@ class ExploitOrExplore:
     def __init__(self, window_s: float = 180.0, imbalance: float = 1.5) -> None:
         self._window_s = window_s
         self._imbalance = imbalance
-        self._load_s: Floats = np.zeros(0)
+        self._load_s: list[float] = []
         self._stays: list[int] = []
         self._generation = 0
         self._at_s = 0.0
         self._exploits = False
 
-    def costs(self, view: View) -> Floats:
+    def costs(self, view: View) -> list[float]:
         self._follow(view)
-        columns = view.columns
-        loads = self._load_s[columns.slots]
-        own = columns.prefill_s(view.new, view.cached)
-        most = view.cached.max()
-        self._exploits = bool(most > view.query.num_prompt_tokens - most)
+        loads = [self._load_s[member.slot] for member in view.members]
+        own = view.prefill_s()
+        most = max(view.cached)
+        self._exploits = most > view.query.num_prompt_tokens - most
         if self._exploits:
-            bound = self._imbalance * (loads.min() + own.min())
-            costs: Floats = np.where((view.cached == most) & (loads <= bound), loads, np.inf)
-            if np.isfinite(costs).any():
+            bound = self._imbalance * (min(loads) + min(own))
+            costs = [
+                load if cached == most and load <= bound else math.inf
+                for load, cached in zip(loads, view.cached, strict=True)
+            ]
+            if min(costs) < math.inf:
                 return costs
             self._exploits = False
-        # What a full cache drops for this prompt is computed again, if every block of it comes back once.
-        lost = np.clip(columns.context + view.new - columns.max_kv, 0.0, view.new) * columns.token_s
-        return loads + lost + own
+        lost = [self._lost_s(member, new) for member, new in zip(view.members, view.new, strict=True)]
+        return [sum(each) for each in zip(loads, lost, own, strict=True)]
 
     def because(self, view: View, place: int) -> str:
         if self._exploits:
-            return f"it holds {view.cached[place]:.0f} of the prompt's tokens, more than half"
+            return f"it holds {view.cached[place]} of the prompt's tokens, more than half"
         return "recent load, what its cache would lose and the prompt itself cost least there"
 
     def placed(self, view: View, place: int) -> None:
-        own = view.columns.prefill_s(view.new, view.cached)[place]
-        self._load_s[view.columns.slots[place]] += own
+        self._load_s[view.members[place].slot] += view.prefill_s()[place]
+
+    @staticmethod
+    def _lost_s(member: Member, num_new: int) -> float:
+        """Return what it costs to compute again what a full cache drops, if every block of it comes back once."""
+        max_tokens = member.profile.max_kv_tokens
+        if max_tokens is None:
+            return 0.0
+        over = member.snapshot.num_context_tokens + num_new - max_tokens
+        return min(max(over, 0), num_new) * member.profile.speed.token_s
 
     def _follow(self, view: View) -> None:
         """Let the loads fade, and begin anew for who has come."""
         now_s, fleet = view.query.now_s, view.fleet
-        self._load_s *= math.exp(min(0.0, self._at_s - now_s) / self._window_s)
+        faded = math.exp(min(0.0, self._at_s - now_s) / self._window_s)
+        self._load_s = [load_s * faded for load_s in self._load_s]
         self._at_s = now_s
         if fleet.generation != self._generation:
             self._generation = fleet.generation
             stays = [fleet.stay_at(slot) for slot in range(fleet.num_slots)]
-            kept = np.zeros(fleet.num_slots)
-            for slot, (before, now) in enumerate(zip(self._stays, stays, strict=False)):
-                kept[slot] = self._load_s[slot] if before == now else 0.0
-            self._load_s = kept
+            known = dict(zip(self._stays, self._load_s, strict=True))
+            self._load_s = [known.get(stay, 0.0) if stay else 0.0 for stay in stays]
             self._stays = stays
 
 
@@ -261,21 +274,26 @@ class FullestThatMeets(_Forgetful):
     def __init__(self, margin: float = 0.8) -> None:
         self._margin = margin
 
-    def costs(self, view: View) -> Floats:
-        columns, slo = view.columns, view.query.slo
-        ttft_s = columns.queue_s + columns.prefill_s(view.new, view.cached)
-        step_s = columns.decode_step_s(view.query.num_sequences, view.query.num_prompt_tokens)
-        lateness = np.zeros(len(ttft_s))
+    def costs(self, view: View) -> list[float]:
+        slo, query = view.query.slo, view.query
+        ttft_s = [member.queue_s + own for member, own in zip(view.members, view.prefill_s(), strict=True)]
         if slo.ttft_s is None and slo.tpot_s is None:
             return ttft_s  # nothing is late: no reason to let anybody wait
-        if slo.ttft_s is not None:
-            lateness = np.maximum(lateness, ttft_s / (self._margin * slo.ttft_s))
-        if slo.tpot_s is not None:
-            lateness = np.maximum(lateness, step_s / (self._margin * slo.tpot_s))
-        return np.where(lateness <= 1, -1 - columns.context - columns.pending, lateness)
+        costs = []
+        for member, first_s in zip(view.members, ttft_s, strict=True):
+            load, lateness = member.snapshot, 0.0
+            if slo.ttft_s is not None:
+                lateness = first_s / (self._margin * slo.ttft_s)
+            if slo.tpot_s is not None:
+                num_decodes = load.num_running + query.num_sequences
+                context = load.num_context_tokens + query.num_prompt_tokens
+                step_s = member.profile.speed.decode_step_s(num_decodes, context)
+                lateness = max(lateness, step_s / (self._margin * slo.tpot_s))
+            costs.append(lateness if lateness > 1 else -1.0 - load.num_context_tokens - load.num_pending_tokens)
+        return costs
 
     def because(self, view: View, place: int) -> str:
-        slo, tokens = view.query.slo, view.columns.context[place]
+        slo, tokens = view.query.slo, view.members[place].snapshot.num_context_tokens
         if slo.ttft_s is None and slo.tpot_s is None:
             return "it has no targets, and its first token is expected soonest there"
-        return f"with {tokens:.0f} prompt tokens in flight it is the fullest of those that still meet the targets"
+        return f"with {tokens} prompt tokens in flight it is the fullest of those that still meet the targets"

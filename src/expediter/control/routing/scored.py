@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from expediter.control.fleet import Columns, Fleet, Floats
+from expediter.control.fleet import Fleet, Member
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, RouteQuery
 from expediter.control.routing.caches import CacheView
 from expediter.control.routing.simple import HandsOffToLeastLoaded
 
-Mask = npt.NDArray[np.bool_]
 _NUM_SHOWN: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request, and freezing costs more than its fields
 class View:
-    """A request before the replicas that could compute its prompt.
+    """A request before the replicas that could compute its prompt; nobody changes it.
 
     Attributes:
-        columns: their loads, one entry per replica; all arrays of a decision have that order.
-        cached: leading prompt tokens that each holds, float64.
+        members: those replicas, at least one; all lists of a decision have that order.
+        cached: leading prompt tokens that each holds.
         new: the others, which it would have to compute.
     """
 
     query: RouteQuery
     fleet: Fleet
-    columns: Columns
-    cached: Floats
-    new: Floats
+    members: Sequence[Member]
+    cached: list[int]
+    new: list[int]
+
+    @classmethod
+    def of(cls, query: RouteQuery, fleet: Fleet, caches: CacheView) -> View | None:
+        """Return a request before a fleet; None if nobody there computes prompts."""
+        members, num_tokens = fleet.members("prefill"), query.num_prompt_tokens
+        if not members:
+            return None
+        held = caches.cached(query, fleet)
+        cached = [held.get(member.slot, 0) for member in members]
+        return cls(query, fleet, members, cached, [num_tokens - each for each in cached])
+
+    def prefill_s(self) -> list[float]:
+        """Return how long each computes what it lacks of the prompt, if it does nothing else."""
+        return [
+            member.profile.speed.prefill_s(new, cached)
+            for member, new, cached in zip(self.members, self.new, self.cached, strict=True)
+        ]
 
 
 class Filter(Protocol):
@@ -41,8 +58,8 @@ class Filter(Protocol):
     because: str
     """Why somebody may not, as a clause about it."""
 
-    def keep(self, view: View) -> Mask:
-        """Return who may, bool."""
+    def keep(self, view: View) -> list[bool] | None:
+        """Return who may; None for everybody."""
         ...
 
     def placed(self, view: View, place: int) -> None:
@@ -53,7 +70,7 @@ class Filter(Protocol):
 class Scorer(Protocol):
     """Says what it costs to send a request to each replica."""
 
-    def costs(self, view: View) -> Floats:
+    def costs(self, view: View) -> list[float]:
         """Return costs, the least is best; infinite for who must not get it."""
         ...
 
@@ -69,7 +86,7 @@ class Scorer(Protocol):
 class Picker(Protocol):
     """Chooses by cost."""
 
-    def pick(self, costs: Floats, view: View) -> int:
+    def pick(self, costs: list[float], view: View) -> int:
         """Return the place of the chosen one; its cost is finite."""
         ...
 
@@ -77,11 +94,13 @@ class Picker(Protocol):
 class Least:
     """The least cost; of equals, who got a request longest ago."""
 
-    def pick(self, costs: Floats, view: View) -> int:
-        place = int(costs.argmin())
-        lowest = costs[place]
-        equal = np.flatnonzero(costs <= lowest + 1e-9 * abs(lowest))
-        return place if len(equal) == 1 else int(equal[view.columns.last_dispatch[equal].argmin()])
+    def pick(self, costs: list[float], view: View) -> int:
+        lowest = min(costs)
+        most = lowest + 1e-9 * abs(lowest)
+        members = view.members
+        return min(
+            (place for place, cost in enumerate(costs) if cost <= most), key=lambda place: members[place].last_dispatch
+        )
 
 
 class Softmax:
@@ -100,12 +119,12 @@ class Softmax:
         self._rng = rng
         self._least = Least()
 
-    def pick(self, costs: Floats, view: View) -> int:
-        usable = costs[np.isfinite(costs)]
-        width = usable.max() - usable.min()
+    def pick(self, costs: list[float], view: View) -> int:
+        usable = [cost for cost in costs if cost < math.inf]
+        lowest, width = min(usable), max(usable) - min(usable)
         if self._temperature <= 0 or width == 0:
             return self._least.pick(costs, view)
-        weights = np.exp((usable.min() - costs) / (width * self._temperature)).cumsum()
+        weights = np.exp((lowest - np.array(costs)) / (width * self._temperature)).cumsum()
         return int(weights.searchsorted(self._rng.random() * weights[-1], side="right"))
 
 
@@ -125,48 +144,42 @@ class Scored(HandsOffToLeastLoaded):
         self._picker = Least() if picker is None else picker
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:
-        columns = fleet.columns("prefill")
-        if not len(columns.slots):
+        view = View.of(query, fleet, self.caches)
+        if view is None:
             return NO_REPLICA
-        cached = self.caches.cached(query, fleet)[columns.slots].astype(np.float64)
-        view = View(query, fleet, columns, cached, query.num_prompt_tokens - cached)
         costs = self._scorer.costs(view)
         allowed, because = self._filtered(costs, view)
         place = self._picker.pick(allowed, view)
         self._scorer.placed(view, place)
         for each in self._filters:
             each.placed(view, place)
-        replica_id = fleet.id_at(int(columns.slots[place]))
+        replica_id = view.members[place].replica_id
         self.caches.placed(query, replica_id, fleet)
         return Placement(
             replica_id=replica_id,
             because=self._scorer.because(view, place) + because,
             candidates=shown(view, costs, place),
-            num_cached_tokens=int(cached[place]),
+            num_cached_tokens=view.cached[place],
         )
 
-    def _filtered(self, costs: Floats, view: View) -> tuple[Floats, str]:
+    def _filtered(self, costs: list[float], view: View) -> tuple[list[float], str]:
         """Return the costs with those filtered out at infinity, and why the best of all is, if it is."""
         because = ""
         for each in self._filters:
             keep = each.keep(view)
-            left = np.where(keep, costs, np.inf)
-            if not np.isfinite(left).any():
+            if keep is None:
                 continue
-            if not keep[costs.argmin()]:
+            left = [cost if kept else math.inf for cost, kept in zip(costs, keep, strict=True)]
+            if not min(left) < math.inf:
+                continue
+            if not keep[costs.index(min(costs))]:
                 because = f"; a better one {each.because}"
             costs = left
         return costs, because
 
 
-def shown(view: View, costs: Floats, chosen: int) -> tuple[Candidate, ...]:
+def shown(view: View, costs: list[float], chosen: int) -> tuple[Candidate, ...]:
     """Return the chosen one and the best others, for who asks why."""
-    if len(costs) > _NUM_SHOWN:
-        best = np.argpartition(costs, _NUM_SHOWN - 1)[:_NUM_SHOWN]
-        best = best[costs[best].argsort(kind="stable")]
-    else:
-        best = costs.argsort(kind="stable")
-    places = [chosen, *(place for place in best.tolist() if place != chosen)][:_NUM_SHOWN]
-    return tuple(
-        Candidate(view.fleet.id_at(int(view.columns.slots[p])), float(costs[p]), int(view.cached[p])) for p in places
-    )
+    best = heapq.nsmallest(_NUM_SHOWN, range(len(costs)), key=costs.__getitem__)
+    ranked = [chosen, *(place for place in best if place != chosen)][:_NUM_SHOWN]
+    return tuple(Candidate(view.members[place].replica_id, costs[place], view.cached[place]) for place in ranked)

@@ -28,7 +28,7 @@ class Splitwise(HandsOffToLeastLoaded):
         self._lent: dict[Side, dict[int, int]] = {"prefill": {}, "decode": {}}
 
     def route(self, query: RouteQuery, fleet: Fleet) -> Decision:
-        if not len(fleet):
+        if not fleet.members("prefill") and not fleet.members("decode"):
             return NO_REPLICA
         self._take_back(fleet)
         prompt, why_prompt = self._prompt_replica(fleet)

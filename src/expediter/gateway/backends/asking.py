@@ -78,6 +78,11 @@ class Asker:
         status, page = await self._get("/metrics", _ANSWER_S)
         return read_load(page.decode("utf-8", "replace")) if status == 200 else None
 
+    async def json(self, path: str) -> object | None:
+        """Return what a path answers, decoded; None if its status is not 200, or it is no JSON."""
+        status, answer = await self._json(path)
+        return answer if status == 200 else None
+
     async def probe(self) -> Failure | None:
         """Ask whether it is there; None if so. Any answer below 500 will do."""
         path = "/health" if self._backend.kind in _WITH_HEALTH else "/v1/models"

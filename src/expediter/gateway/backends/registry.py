@@ -25,10 +25,11 @@ from expediter.core.ports import Clock
 from expediter.core.request import Request
 from expediter.gateway.backends.backend import Backend, BackendStatus, Chosen, Dispatch, Ending, Kind, Reported, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
+from expediter.telemetry.exchanges import BackendEvents
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True)
+DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True, index_block_tokens=128)
 """Of a server with backends."""
 _OWN_ADDRESS: Final = Address("localhost", 0)
 
@@ -82,6 +83,7 @@ class Backends:
     Args:
         routing: of every model.
         environment: where backends' keys are, by the names in their configurations.
+        events: hears of ejections and probes.
         seed: of jitter.
     Attributes:
         on_room: called when a backend takes requests again that did not: it had no room, or was not up.
@@ -97,6 +99,7 @@ class Backends:
         routing: RoutingConfig = DEFAULT_ROUTING,
         health: HealthConfig | None = None,
         environment: Mapping[str, str] | None = None,
+        events: BackendEvents | None = None,
         seed: int = 0,
     ) -> None:
         self.on_room: Callable[[], None] = _nothing
@@ -107,6 +110,7 @@ class Backends:
         self._routing = routing
         self._index = routing.index()
         self._environment = environment or {}
+        self._events = events
         self._entries: dict[int, _Entry] = {}
         self._groups: dict[str, _Group] = {}
         self._next_id = 0
@@ -288,6 +292,12 @@ class Backends:
         else:
             backend.num_pending_tokens -= dispatch.num_new
         self._mark(backend)
+        if (
+            dispatch.is_trial
+            and self._events is not None
+            and (failure is not None or dispatch.first_byte_s is not None)
+        ):
+            self._events.probed(backend.name, succeeded=failure is None)
         if failure is not None:
             backend.outcomes[failure.value] += 1
             if self.health.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
@@ -322,22 +332,26 @@ class Backends:
                     self.settle(dispatch)
 
     def hope(self, now_s: float) -> None:
-        """Let those who were slow and get nothing look better with time, so that they are tried again one day."""
+        """Think well of those of whom nothing is known, or was heard for long, so that they are tried.
+
+        Who was slow and gets nothing looks better with time; who is new looks like the fastest of its rivals.
+        """
         for entry in self._entries.values():
-            if not entry.profile.speed.is_known:
-                continue
-            rivals = [
-                other.profile.speed
-                for other in self._entries.values()
-                if other.profile.speed.is_known and set(other.backend.models) & set(entry.backend.models)
-            ]
-            self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
+            models = set(entry.backend.models)
+            others = (each for each in self._entries.values() if each is not entry and each.learned.is_enough)
+            rivals = [each.profile.speed for each in others if models & set(each.backend.models)]
+            if entry.learned.is_enough:
+                self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
+            elif rivals:
+                self._say_speed(entry, replace(min(rivals, key=lambda speed: speed.token_s), is_known=False))
 
     # ---- health
 
     def ejected(self, backend: Backend, failure: Failure) -> None:
         """Hear that a backend that was in use is ejected."""
         logger.warning("backend %s is ejected: %s", backend.name, failure.value)
+        if self._events is not None:
+            self._events.ejected(backend.name)
         if failure is Failure.CONNECT:
             self.forget_prefixes(backend)  # its process is gone, and its cache with it
         self._sync_all(backend)
@@ -345,6 +359,9 @@ class Backends:
 
     def probed(self, backend: Backend, failure: Failure | None, now_s: float) -> None:
         """Hear how a probe of a backend went."""
+        is_trial = self.health.state(backend.replica_id) is HealthState.PROBING
+        if is_trial and self._events is not None:
+            self._events.probed(backend.name, succeeded=failure is None)
         if failure is None:
             self._heard(backend, lambda replica_id, at_s: self.health.probed(replica_id, None, at_s), now_s)
         elif self.health.probed(backend.replica_id, failure, now_s):
@@ -428,6 +445,8 @@ class Backends:
         if speed is not None:
             entry.learned_s = dispatch.first_byte_s
             self._say_speed(entry, speed)
+            if not all(each.learned.is_enough for each in self._entries.values()):
+                self.hope(dispatch.first_byte_s)
 
     def _say_speed(self, entry: _Entry, speed: Speed) -> None:
         if speed == entry.profile.speed:
@@ -448,6 +467,11 @@ class Backends:
         return backend
 
     # ---- what there is to see
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index of prefixes."""
+        return self._index.num_bytes
 
     def status(self) -> list[BackendStatus]:
         """Return what there is to know of each backend."""

@@ -19,7 +19,7 @@ from expediter.control.health import Failure
 from expediter.core.errors import ConfigurationError, ReplicaError
 from expediter.core.ports import Clock
 from expediter.gateway.backends.asking import Asker
-from expediter.gateway.backends.backend import Backend, Reported
+from expediter.gateway.backends.backend import Backend, Kind, Reported
 from expediter.gateway.backends.registry import Backends
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,17 @@ class Watcher:
         for watched in self._watched.values():
             await watched.asker.close()
         self._watched.clear()
+
+    async def fetch_json(self, name: str, path: str) -> object | None:
+        """Ask another Expediter behind us for something; None if it is none, or does not answer in time."""
+        backend = self._backends.named(name)
+        watched = None if backend is None else self._watched.get(backend.replica_id)
+        if backend is None or watched is None or backend.kind is not Kind.EXPEDITER:
+            return None
+        try:
+            return await watched.asker.json(path)
+        except _UNREACHED:
+            return None
 
     # ---- one backend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starlette.types import ASGIApp, Message
 
@@ -18,6 +18,19 @@ _HOP_BY_HOP: Final = frozenset({b"connection", b"content-length", b"transfer-enc
 """What `Reply` says itself."""
 
 
+class AppListener(Protocol):
+    """Hears what an application answers."""
+
+    def app_head(self, status: int) -> None:
+        """The response has begun."""
+
+    def app_data(self, data: bytes) -> None:
+        """A part of its body, not empty."""
+
+    def app_ended(self, *, is_whole: bool, is_gone: bool) -> None:
+        """The application has returned: the response is whole, or the client has left, or it was broken off."""
+
+
 class AsgiCall:
     """One request in an application.
 
@@ -25,6 +38,7 @@ class AsgiCall:
         failure: the answer if the application fails before it has answered.
         extra: headers that the response gets beside the application's.
         scope: fields of the scope beside the usual ones.
+        listener: hears of the answer.
     """
 
     def __init__(
@@ -35,12 +49,15 @@ class AsgiCall:
         failure: Answer,
         extra: Iterable[tuple[bytes, bytes]] = (),
         scope: Mapping[str, object] | None = None,
+        listener: AppListener | None = None,
     ) -> None:
         self._app = app
         self._request = request
         self._reply = reply
         self._failure = failure
         self._extra = extra
+        self._listener = listener
+        self._is_gone = False
         self._scope = {**_scope(request), **(scope or {})}
         self._was_received = False
         self._gone: asyncio.Future[None] | None = None
@@ -56,10 +73,13 @@ class AsgiCall:
         except Exception:
             if not reply.started or not reply.ended:
                 logger.exception("the application failed")
+        is_whole = reply.started and reply.ended and not self._is_gone
         if not reply.started:
             reply.send(*self._failure)
         elif not reply.ended:
             reply.cut()
+        if self._listener is not None:
+            self._listener.app_ended(is_whole=is_whole, is_gone=self._is_gone)
 
     async def _receive(self) -> Message:
         if not self._was_received:
@@ -78,8 +98,13 @@ class AsgiCall:
             length = next((int(value) for name, value in given if name == b"content-length"), None)
             headers = [pair for pair in given if pair[0] not in _HOP_BY_HOP]
             reply.start(message["status"], [*headers, *self._extra], length)
+            if self._listener is not None:
+                self._listener.app_head(message["status"])
             return
-        reply.write(message.get("body", b""))
+        body = message.get("body", b"")
+        reply.write(body)
+        if body and self._listener is not None:
+            self._listener.app_data(body)
         if not message.get("more_body", False):
             reply.end()
         elif reply.is_paused and not reply.ended:
@@ -87,6 +112,7 @@ class AsgiCall:
             await self._room
 
     def _on_gone(self) -> None:
+        self._is_gone = True
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
         self._on_resume()
@@ -94,6 +120,30 @@ class AsgiCall:
     def _on_resume(self) -> None:
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
+
+
+class AsgiApplication:
+    """Lets an ASGI application answer all requests of a listener.
+
+    Args:
+        scope: fields of every request's scope beside the usual ones.
+    """
+
+    def __init__(self, app: ASGIApp, scope: Mapping[str, object] | None = None) -> None:
+        self._app = app
+        self._more = scope
+
+    def admit(self, request: HttpRequest) -> Answer | None:  # noqa: ARG002 - it looks at whole requests only
+        """Let everybody in."""
+        return None
+
+    def handle(self, request: HttpRequest, reply: Reply) -> None:
+        """Answer a request."""
+        AsgiCall(self._app, request, reply, self.refuse(500, "internal error"), scope=self._more)
+
+    def refuse(self, status: int, message: str) -> Answer:
+        """Return how the server says what is wrong with a request that it cannot take."""
+        return Answer(status, [(b"content-type", b"text/plain")], message.encode())
 
 
 def _scope(request: HttpRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Final
 from expediter.gateway.http.wire import LAST_CHUNK
 
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,255})?\r\n")
+_PARTIAL: Final = re.compile(rb"[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]{0,255})?\r?")
 _MAX_SIZE_LINE: Final = 300
 _MAX_TRAILER: Final = 16384
 _MAX_HELD: Final = 65536
@@ -21,26 +22,37 @@ class ChunkError(Exception):
 class ChunkTracker:
     """Cuts a stream of bytes at the ends of chunks.
 
+    Args:
+        unwraps: return what the chunks carry instead of the chunks.
     Attributes:
         ended: the last chunk has been seen; bytes behind it are refused.
         at_boundary: what was passed on so far ends with a whole chunk, so that another may follow.
     """
 
-    __slots__ = ("_held", "_left", "at_boundary", "ended")
+    __slots__ = ("_held", "_left", "_payload", "at_boundary", "ended")
 
-    def __init__(self) -> None:
+    def __init__(self, *, unwraps: bool = False) -> None:
+        self._payload: list[bytes] | None = [] if unwraps else None
         self._held = b""
         self._left = 0  # of a long chunk: bytes that are still to come, the CRLF behind them included
         self.at_boundary = True
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return what may be passed on now, framing included. Trailers are left out.
+        """Return what may be passed on now, framing included unless it unwraps. Trailers are left out.
 
         Raises:
             ChunkError: the framing is broken, or bytes follow the end.
         Cost: no copy, where data holds whole chunks.
         """
+        chunks = self._feed(data)
+        if self._payload is None:
+            return chunks
+        payload = b"".join(self._payload)
+        self._payload.clear()
+        return payload
+
+    def _feed(self, data: bytes) -> bytes:
         if self._held:
             data, self._held = self._held + data, b""
         position = 0
@@ -63,11 +75,12 @@ class ChunkTracker:
             if end > len(data):
                 if size > _MAX_HELD:
                     self._left = end - match.end()
-                    position = match.end()
-                    position = self._skip(data, position)
+                    position = self._skip(data, match.end())
                 return self._hold(data, position)
             if data[end - 2 : end] != b"\r\n":
                 raise ChunkError("a chunk is longer than it says")
+            if self._payload is not None:
+                self._payload.append(data[match.end() : end - 2])
             position = end
         self.at_boundary = True
         return data
@@ -81,6 +94,8 @@ class ChunkTracker:
     def _skip(self, data: bytes, position: int = 0) -> int:
         """Go on in a long chunk; return where it, or what is there of it, ends. Its CRLF is not passed in parts."""
         there = len(data) - position
+        if self._payload is not None:
+            self._payload.append(data[position : position + min(there, self._left - 2)])
         if there >= self._left:
             position += self._left
             if data[position - 2 : position] != b"\r\n":
@@ -113,24 +128,3 @@ class ChunkTracker:
 def _may_become_size(data: bytes, position: int) -> bool:
     """Return whether more bytes can make the rest a chunk's size."""
     return _PARTIAL.fullmatch(data, position) is not None
-
-
-_PARTIAL: Final = re.compile(rb"[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]{0,255})?\r?")
-
-
-def payload_of(chunks: bytes) -> bytes:
-    """Return what whole chunks carry, without their framing.
-
-    Raises:
-        ChunkError: they are not whole.
-    """
-    parts: list[bytes] = []
-    position = 0
-    while position < len(chunks):
-        match = _SIZE.match(chunks, position)
-        if match is None:
-            raise ChunkError("a chunk's size is malformed")
-        end = match.end() + int(match[1], 16)
-        parts.append(chunks[match.end() : end])
-        position = end + 2
-    return b"".join(parts)

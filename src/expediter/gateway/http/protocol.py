@@ -19,7 +19,7 @@ from expediter.gateway.http.wire import CLOSE_HEADER, KEEP_ALIVE_HEADER, Headers
 logger = logging.getLogger(__name__)
 
 _LINGER_S: Final = 3.0
-"""A client that is refused before its body is here may go on sending for so long, so that it gets to read why."""
+"""A client that is turned away may go on sending for so long, so that it gets to read why."""
 _NEVER: Final = float("inf")
 
 
@@ -95,7 +95,6 @@ class HttpConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._request: HttpRequest | None = None
         self._in_message = False
-        self._is_refused = False
         self._upgrades = False
 
     # ---- transport
@@ -147,7 +146,7 @@ class HttpConnection(asyncio.Protocol):
             if self._request is None and self._in_message:
                 self._head_bytes += len(data)
                 if self._head_bytes > 2 * self._limits.max_head_bytes:
-                    self._give_up(431, "the head of the request is too large")
+                    self._turn_away(self._state.app.refuse(431, "the head of the request is too large"))
 
     def close(self) -> None:
         """Close once everything that was written has gone out, or the client has refused to read it for too long."""
@@ -162,8 +161,8 @@ class HttpConnection(asyncio.Protocol):
         elif now_s >= self.deadline_s:
             if self._transport.is_closing():
                 self._transport.abort()
-            elif self._in_message and not self._is_refused:
-                self._give_up(408, "the request took too long to arrive")
+            elif self._in_message and not self._is_deaf:
+                self._turn_away(self._state.app.refuse(408, "the request took too long to arrive"))
             else:
                 self.close()
 
@@ -186,55 +185,54 @@ class HttpConnection(asyncio.Protocol):
         if self._request is None:  # else it is a trailer, which nobody here has a use for
             self._headers.append((name.lower(), value))
             if len(self._headers) > self._limits.max_headers:
-                raise _BadRequestError(431, f"more than {self._limits.max_headers} headers")
+                raise self._refusal(431, f"more than {self._limits.max_headers} headers")
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
         version = parser.get_http_version()
-        length = _check_head(version, headers)
+        length, fault = _check_head(version, headers)
+        if fault:
+            raise self._refusal(400, fault)
         now_s = time.monotonic()
         method = parser.get_method().decode("ascii")
         request = HttpRequest(method, self._target, version, headers, now_s, self._peer, self._sock)
         self._request = request
         self._upgrades = parser.should_upgrade()
         if self._upgrades and method == "CONNECT":
-            raise _BadRequestError(400, "CONNECT is not supported")
+            raise self._refusal(400, "CONNECT is not supported")
         if length > self._limits.max_body_bytes:
-            self._refuse_body()
-            return
+            raise self._body_refusal()
         refusal = self._state.app.admit(request)
         if refusal is not None:
-            self._refuse(refusal)
-            return
+            raise _RefusedError(refusal)
         if self._reply is None:
             self.deadline_s = now_s + self._limits.body_timeout_s
             if version == "1.1" and (request.header(b"expect") or b"").lower() == b"100-continue":
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
-        if self._is_refused or self._upgrades:
+        if self._upgrades:
             return
         self._body.append(data)
         self._body_bytes += len(data)
         self._state.buffered_bytes += len(data)
         if self._body_bytes > self._limits.max_body_bytes:
-            self._refuse_body()
-        elif self._state.buffered_bytes > self._limits.max_buffered_bytes:
-            self._refuse(self._state.app.refuse(503, "too many request bodies are under way"))
+            raise self._body_refusal()
+        if self._state.buffered_bytes > self._limits.max_buffered_bytes:
+            raise self._refusal(503, "too many request bodies are under way")
 
     def on_message_complete(self) -> None:
         request = self._request
         assert request is not None
         if self._upgrades:
             return
-        was_refused, keeps_alive = self._is_refused, self._parser.should_keep_alive()
-        if not was_refused:
-            request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        keeps_alive = self._parser.should_keep_alive()
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._forget_body()
         self._reset()
-        if was_refused:
-            self._end_of_reading()
-        elif len(self._turns) >= self._limits.max_pipelined:
+        if self._is_deaf:
+            return
+        if len(self._turns) >= self._limits.max_pipelined:
             self._is_deaf = True
             self._turns[-1].keeps_alive = False
         else:
@@ -246,18 +244,13 @@ class HttpConnection(asyncio.Protocol):
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > self._limits.max_head_bytes:
-            raise _BadRequestError(431, f"the head of the request exceeds {self._limits.max_head_bytes} bytes")
+            raise self._refusal(431, f"the head of the request exceeds {self._limits.max_head_bytes} bytes")
 
-    def _refuse_body(self) -> None:
-        self._refuse(self._state.app.refuse(413, f"the body exceeds {self._limits.max_body_bytes} bytes"))
+    def _body_refusal(self) -> _RefusedError:
+        return self._refusal(413, f"the body exceeds {self._limits.max_body_bytes} bytes")
 
-    def _refuse(self, answer: Answer) -> None:
-        """Answer before the body is here. What comes of it is thrown away, and the connection is closed after it."""
-        assert self._request is not None
-        self._is_refused = True
-        self._forget_body()
-        self._turns.append(_Turn(self._request, False, answer))
-        self._answer_next()
+    def _refusal(self, status: int, message: str) -> _RefusedError:
+        return _RefusedError(self._state.app.refuse(status, message))
 
     def _forget_body(self) -> None:
         self._state.buffered_bytes -= self._body_bytes
@@ -266,32 +259,24 @@ class HttpConnection(asyncio.Protocol):
 
     def _parsing_failed(self, error: httptools.HttpParserError) -> None:
         cause = error.__context__
-        if isinstance(cause, _BadRequestError):
-            self._give_up(cause.status, str(cause))
+        app = self._state.app
+        if isinstance(cause, _RefusedError):
+            self._turn_away(cause.answer)
         elif isinstance(error, httptools.HttpParserCallbackError):
             logger.error("internal error", exc_info=cause)
-            self._give_up(500, "internal error")
-        elif not (self._turns[-1].keeps_alive if self._turns else self.keeps_alive):
-            self._end_of_reading()  # behind a request that closes the connection anything may come
+            self._turn_away(app.refuse(500, "internal error"))
+        elif self._turns[-1].keeps_alive if self._turns else self.keeps_alive:
+            self._turn_away(app.refuse(400, "the request is no valid HTTP/1.1"))
         else:
-            self._give_up(400, "the request is no valid HTTP/1.1")
+            self._is_deaf = True  # behind a request that closes the connection anything may come
 
-    def _give_up(self, status: int, message: str) -> None:
-        """Answer a message that cannot be read any further, after those before it."""
+    def _turn_away(self, answer: Answer) -> None:
+        """Answer a message that is read no further, after those before it, and close the connection behind it."""
         request = self._request or HttpRequest("GET", b"/", "1.1", [], time.monotonic())
+        self._is_deaf = True
         self._forget_body()
-        self._is_deaf = True
-        if self._is_refused:
-            self._end_of_reading()
-        else:
-            self._turns.append(_Turn(request, False, self._state.app.refuse(status, message)))
-            self._answer_next()
-
-    def _end_of_reading(self) -> None:
-        """Take in nothing more; close behind what is being answered."""
-        self._is_deaf = True
-        if self._reply is None and not self._turns:
-            self.close()
+        self._turns.append(_Turn(request, False, answer))
+        self._answer_next()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """Read the message again as if it had not asked for another protocol: a server may ignore that (RFC 9110, 7.8).
@@ -299,9 +284,7 @@ class HttpConnection(asyncio.Protocol):
         Java's client asks for h2c with every first request; its body would be taken for bytes of that protocol.
         """
         request = self._request
-        if request is None or self._is_refused:
-            self._end_of_reading()
-            return
+        assert request is not None
         kept = [pair for pair in request.headers if pair[0] not in {b"upgrade", b"http2-settings", b"connection"}]
         line = b"%b %b HTTP/%b\r\n" % (request.method.encode(), request.target, request.version.encode())
         head = b"".join(b"%b: %b\r\n" % pair for pair in kept)
@@ -325,11 +308,11 @@ class HttpConnection(asyncio.Protocol):
         if reply is not self._reply:
             return
         self._reply = None
-        if self._is_refused and not self._is_deaf:  # its body may still be on its way
-            self.deadline_s = time.monotonic() + _LINGER_S
-            return
         if not self.keeps_alive or self._state.is_closing:
-            self.close()
+            if self._is_deaf and not self._state.is_closing:
+                self._linger()
+            else:
+                self.close()
             return
         if not self._in_message:
             self.deadline_s = time.monotonic() + self._limits.keep_alive_s
@@ -338,6 +321,11 @@ class HttpConnection(asyncio.Protocol):
         else:
             self.deadline_s = time.monotonic() + self._limits.body_timeout_s
         self._answer_next()
+
+    def _linger(self) -> None:
+        """Close our half, and the rest when the client has: closing with unread bytes would take the answer along."""
+        self._transport.write_eof()
+        self.deadline_s = time.monotonic() + _LINGER_S
 
     def _answer_next(self) -> None:
         if self._is_answering:
@@ -372,28 +360,25 @@ class HttpConnection(asyncio.Protocol):
         return self._reply is None and not self._turns and not self._in_message
 
 
-class _BadRequestError(Exception):
-    """A message breaks a rule or a limit."""
+class _RefusedError(Exception):
+    """A message is not read to its end."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
 
 
 def _address(found: object) -> tuple[str, int] | None:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple | list) and len(found) >= 2 else None
 
 
-def _check_head(version: str, headers: Headers) -> int:
-    """Return the length that a head announces, 0 if it does not.
+def _check_head(version: str, headers: Headers) -> tuple[int, str]:
+    """Return the length that a head announces, 0 if it does not, and what is wrong with it, "" if nothing.
 
     httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
-
-    Raises:
-        _BadRequestError: it is.
     """
     if version not in {"1.0", "1.1"}:
-        raise _BadRequestError(400, "the version of HTTP is not supported")
+        return 0, "the version of HTTP is not supported"
     length = num_hosts = 0
     for name, value in headers:
         if name == b"host":
@@ -401,7 +386,7 @@ def _check_head(version: str, headers: Headers) -> int:
         elif name == b"content-length":
             length = int(value)
         elif name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
-            raise _BadRequestError(400, "the transfer encoding is not supported")
+            return 0, "the transfer encoding is not supported"
     if num_hosts > 1 or (version == "1.1" and not num_hosts):
-        raise _BadRequestError(400, "exactly one Host header is needed")
-    return length
+        return 0, "exactly one Host header is needed"
+    return length, ""

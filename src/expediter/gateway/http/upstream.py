@@ -91,10 +91,13 @@ class UpstreamListener(Protocol):
 class UpstreamCall:
     """One request to a backend."""
 
-    __slots__ = ("_connecting", "_connection", "_listener", "_pool", "_request")
+    __slots__ = ("_connecting", "_connection", "_listener", "_pool", "_request", "unwraps")
 
-    def __init__(self, pool: UpstreamPool, request: tuple[bytes, bytes], listener: UpstreamListener) -> None:
+    def __init__(
+        self, pool: UpstreamPool, request: tuple[bytes, bytes], listener: UpstreamListener, unwraps: bool
+    ) -> None:
         self._pool = pool
+        self.unwraps = unwraps
         self._request = request
         self._listener: UpstreamListener | None = listener
         self._connection: _Connection | None = None
@@ -174,13 +177,14 @@ class UpstreamPool:
         self._idle: list[_Connection] = []
         self._is_closed = False
 
-    def send(self, head: bytes, body: bytes, listener: UpstreamListener) -> UpstreamCall:
+    def send(self, head: bytes, body: bytes, listener: UpstreamListener, *, unwraps: bool = False) -> UpstreamCall:
         """Send a request; the listener is called from the event loop, never from in here.
 
         Args:
             head: request line and headers with Host and Content-Length, empty line included.
+            unwraps: the listener wants a chunked body without its framing.
         """
-        call = UpstreamCall(self, (head, body), listener)
+        call = UpstreamCall(self, (head, body), listener, unwraps)
         call.start(self._idle.pop() if self._idle else None)
         return call
 
@@ -311,9 +315,10 @@ class _Connection(asyncio.Protocol):
         if head.status < 200:
             return self._read_head(rest) if rest else b""
         self._head, self._keeps_alive, self._left = head, keeps_alive, head.length
-        self._chunks = ChunkTracker() if head.is_chunked else None
-        if self._call is not None:
-            self._call.head(head)
+        call = self._call
+        assert call is not None
+        self._chunks = ChunkTracker(unwraps=call.unwraps) if head.is_chunked else None
+        call.head(head)
         return rest
 
     def _read_body(self, data: bytes) -> None:

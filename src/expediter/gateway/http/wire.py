@@ -77,9 +77,22 @@ class HttpRequest:
         arrived_s: when the head was complete, monotonic clock.
         peer: address of the client, None on a Unix socket.
         sock: local address.
+        context: what the application has found out from the head, for when the body is here.
     """
 
-    __slots__ = ("arrived_s", "body", "headers", "method", "path", "peer", "query", "sock", "target", "version")
+    __slots__ = (
+        "arrived_s",
+        "body",
+        "context",
+        "headers",
+        "method",
+        "path",
+        "peer",
+        "query",
+        "sock",
+        "target",
+        "version",
+    )
 
     def __init__(
         self,
@@ -99,6 +112,7 @@ class HttpRequest:
         self.arrived_s = arrived_s
         self.peer = peer
         self.sock = sock
+        self.context: object = None
         raw_path, _, self.query = origin_form(target).partition(b"?")
         path = raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
@@ -116,9 +130,16 @@ class HttpRequest:
 
     @property
     def client_request_id(self) -> bytes | None:
-        """The client's X-Request-Id, if it gave one that may be repeated; it is never used as an id of ours."""
-        given = self.header(b"x-request-id")
-        return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+        """See the function of this name."""
+        return client_request_id(self.headers)
+
+
+def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return a client's X-Request-Id, if it gave one that may be repeated; it is never used as an id of ours."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return value if _REQUEST_ID.fullmatch(value) else None
+    return None
 
 
 def origin_form(target: bytes) -> bytes:

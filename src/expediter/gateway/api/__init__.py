@@ -1,0 +1,1 @@
+"""The APIs: each module has the handlers and the shapes of one."""

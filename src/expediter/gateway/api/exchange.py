@@ -1,0 +1,52 @@
+"""What the handlers of all APIs do with a generation: on whose terms it runs, and how it is answered."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from expediter.gateway.bodies import GenerationBody
+from expediter.gateway.delivery import EventStream, respond_at_once
+from expediter.gateway.generation import Generation
+from expediter.gateway.http.wire import client_request_id
+from expediter.gateway.rendering import Rendering
+from expediter.gateway.service import Service
+from expediter.gateway.tenants import Tenant
+from expediter.gateway.terms import Terms, terms_of
+
+
+def tenant_of(request: HttpRequest) -> Tenant:
+    """Return whose request it is."""
+    tenant: Tenant = request.scope["tenant"]
+    return tenant
+
+
+def terms_for(request: HttpRequest, body: GenerationBody) -> Terms:
+    """Return the terms of a request; raises as `terms_of`."""
+    return terms_of(body, request.headers.raw, tenant_of(request))
+
+
+async def respond(
+    request: HttpRequest, service: Service, generation: Generation, rendering: Rendering, *, is_stream: bool
+) -> Response:
+    """Submit a generation and answer with it; what it is called is remembered for whoever asks about it.
+
+    Raises:
+        ApiError: a sequence failed.
+        CapacityError: no replica is up.
+        ClientGoneError: nobody is there to read it.
+    """
+    generation.submit()
+    own = client_request_id(request.headers.raw)
+    names = [rendering.response_id] if own is None else [rendering.response_id, own.decode("ascii")]
+    ids = [choice.request.request_id for choice in generation.choices]
+    service.recent.remember(tenant_of(request).name, names, ids)
+    if is_stream:
+        return EventStream(generation, rendering)
+    return await respond_at_once(request, generation, rendering)
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Return a value as JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

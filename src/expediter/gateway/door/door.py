@@ -1,0 +1,175 @@
+"""The application behind the main listener: who may come in, and which way a request goes.
+
+Requests for a model become exchanges; everything else is answered by an ordinary ASGI application in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from starlette.types import ASGIApp
+
+from expediter.control.health import Failure
+from expediter.gateway.backends.backend import Backend
+from expediter.gateway.door import refusals
+from expediter.gateway.door.drain import Drain
+from expediter.gateway.door.exchange import Exchange
+from expediter.gateway.door.parts import DoorParts
+from expediter.gateway.errors import ApiError
+from expediter.gateway.http.asgi import AsgiCall
+from expediter.gateway.http.reply import Answer, Reply
+from expediter.gateway.http.wire import HttpRequest
+from expediter.gateway.tenants import Tenant, Tenants
+from expediter.telemetry.exchanges import ExchangeRecord, ExchangeSink
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+"""Those that say only whether the server is there; all others need a key, whether they exist or not."""
+MODEL_PATHS: Final = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/rerank", "/v1/score", "/rerank", "/score", "/pooling", "/classify", "/tokenize", "/detokenize"),
+    }
+)
+"""Paths whose POST is for a model and may be answered by any backend that serves it."""
+_SWEEP_S: Final = 0.1
+
+
+class InFlightGauge(Protocol):
+    """Shows how many requests are under way."""
+
+    def entered(self) -> None: ...
+
+    def left(self) -> None: ...
+
+
+class Door:
+    """Answers all requests of the main listener.
+
+    Args:
+        app: answers what is not for a model.
+        sinks: hear of each exchange that has ended.
+    """
+
+    def __init__(
+        self,
+        parts: DoorParts,
+        tenants: Tenants,
+        drain: Drain,
+        app: ASGIApp,
+        gauge: InFlightGauge,
+        sinks: Sequence[ExchangeSink],
+    ) -> None:
+        self._parts = parts
+        self._tenants = tenants
+        self._drain = drain
+        self._app = app
+        self._gauge = gauge
+        self._sinks = sinks
+        self._live: dict[str, Exchange] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        parts.backends.on_room = parts.room.call_soon
+        parts.backends.on_ejected = self._ejected
+        parts.backends.on_gone = self._gone
+
+    def start(self) -> None:
+        """Begin to watch the time."""
+        self._sweep()
+
+    def stop(self) -> None:
+        """End what is left with errors, and close the connections to backends."""
+        self.end_exchanges()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._parts.pools.close_all()
+
+    # ---- requests
+
+    def admit(self, request: HttpRequest) -> Answer | None:
+        """Refuse who has no key, and new work while draining."""
+        if request.path not in OPEN_PATHS:
+            request.context = self._tenant(request)
+            if request.context is None:
+                return self._refusal(request, refusals.no_key())
+        if self._drain.is_draining and request.method == "POST":
+            return self._refusal(request, refusals.shutting_down())
+        return None
+
+    def handle(self, request: HttpRequest, reply: Reply) -> None:
+        """Answer a request."""
+        tenant = request.context if isinstance(request.context, Tenant) else None
+        if request.method != "POST":
+            self._ask_app(request, reply, tenant)
+            return
+        self._drain.enter()
+        if tenant is not None and request.path in MODEL_PATHS:
+            exchange = Exchange(self._parts, request, reply, tenant, self._ended)
+            self._live[exchange.request_id] = exchange
+            self._gauge.entered()
+            exchange.begin()
+        else:
+            self._ask_app(request, reply, tenant).task.add_done_callback(lambda _: self._drain.leave())
+
+    def refuse(self, status: int, message: str) -> Answer:
+        """Return how the server says what is wrong with a request that it cannot take."""
+        return refusals.answer(refusals.broken_request(status, message))
+
+    def _ask_app(self, request: HttpRequest, reply: Reply, tenant: Tenant | None) -> AsgiCall:
+        shown_id = request.client_request_id
+        extra = () if shown_id is None else ((b"x-request-id", shown_id),)
+        failure = refusals.answer(refusals.internal_error(), shown_id)
+        return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
+
+    def _tenant(self, request: HttpRequest) -> Tenant | None:
+        bearer = key = None
+        for name, value in request.headers:
+            if name == b"authorization":
+                if bearer is not None:
+                    return None
+                bearer = value
+            elif name == b"x-api-key":
+                if key is not None:
+                    return None
+                key = value
+        return self._tenants.of(bearer, key)
+
+    def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
+        return refusals.answer(error, request.client_request_id)
+
+    # ---- exchanges
+
+    def live(self, tenant: str, name: str) -> list[ExchangeRecord]:
+        """Return what there is to say of a tenant's requests under way: by our id, or the client's own."""
+        now_s = time.monotonic()
+        records = (exchange.record(now_s) for exchange in self._live.values())
+        return [one for one in records if one.tenant == tenant and name in (one.request_id, one.client_request_id)]
+
+    def end_exchanges(self) -> None:
+        """End all exchanges with foreign backends now, with an error."""
+        for exchange in tuple(self._live.values()):
+            exchange.end_now()
+
+    def _ended(self, record: ExchangeRecord) -> None:
+        del self._live[record.request_id]
+        self._gauge.left()
+        self._drain.leave()
+        for sink in self._sinks:
+            sink.record(record)
+
+    def _ejected(self, backend: Backend) -> None:
+        """Let those who still wait for a backend that has failed others try elsewhere."""
+        for exchange in tuple(self._live.values()):
+            exchange.leave(backend, Failure.TIMEOUT)
+
+    def _gone(self, backend: Backend) -> None:
+        self._parts.pools.close(backend.replica_id)
+        self._parts.patience.forget(backend.replica_id)
+
+    def _sweep(self) -> None:
+        now_s = time.monotonic()
+        for exchange in tuple(self._live.values()):
+            exchange.check(now_s)
+        self._parts.room.sweep(now_s)
+        self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)

@@ -1,0 +1,445 @@
+"""One request at the door, from the whole body to its record.
+
+    checked ──> routed ──> attempt ──> answered
+                  ↑  │        │ failed before the first byte
+                  │  │        └─> pause ─┐
+                  │  └─> queued ─┐       │
+                  └──────────────┴───────┘
+
+All of it is callbacks: whoever has news calls, and what follows happens at once. After `_finish` nothing does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+from expediter.control.draining import excess_s, is_hopeless
+from expediter.control.health import Failure
+from expediter.control.limits import Exceeded, Reservation
+from expediter.control.retry import backoff_s
+from expediter.control.waiting import Cause, Leaver
+from expediter.core.request import Request
+from expediter.gateway.backends.backend import Backend, Chosen, Dispatch
+from expediter.gateway.backends.registry import Busy, NobodyUp
+from expediter.gateway.door import refusals
+from expediter.gateway.door.bodies import decode_door_body, with_model
+from expediter.gateway.door.heads import OWN_ID, forwarded_headers, request_line
+from expediter.gateway.door.own_answer import OwnAnswer
+from expediter.gateway.door.parts import DoorParts
+from expediter.gateway.door.relay import SERVER_ERROR, Answered, Relay
+from expediter.gateway.errors import ApiError, deadline_exceeded, over_limit
+from expediter.gateway.http.reply import Reply
+from expediter.gateway.http.wire import HttpRequest
+from expediter.gateway.tenants import Tenant
+from expediter.gateway.terms import Terms, terms_of
+from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
+
+_DEFAULT_OUTPUT_TOKENS: Final = 1024
+"""Reserved, and expected, for a request that does not say how much it wants at most."""
+_ENVELOPE_BYTES: Final = 320
+"""Of an answer in one piece, beside its text."""
+_BYTES_PER_TOKEN: Final = 4
+_NO_TERMS: Final = Terms()
+_GONE_STATUS: Final = 499
+"""nginx's status for a client that left; nobody reads it."""
+
+
+class Exchange:
+    """A request that some backend shall answer."""
+
+    __slots__ = (
+        "_attempts",
+        "_chosen",
+        "_dispatch",
+        "_excluded",
+        "_first_byte_s",
+        "_headers",
+        "_is_over",
+        "_is_stream",
+        "_max_output_tokens",
+        "_on_ended",
+        "_parts",
+        "_pause",
+        "_queued_behind",
+        "_queued_s",
+        "_relay",
+        "_reply",
+        "_request",
+        "_reservation",
+        "_shown_id",
+        "_tenant",
+        "_terms",
+        "core",
+        "model",
+        "request_id",
+    )
+
+    core: Request  # once it has been checked
+
+    def __init__(
+        self,
+        parts: DoorParts,
+        request: HttpRequest,
+        reply: Reply,
+        tenant: Tenant,
+        on_ended: Callable[[ExchangeRecord], None],
+    ) -> None:
+        self.request_id = parts.ids.new()
+        self.model = ""
+        self._parts = parts
+        self._request = request
+        self._reply = reply
+        self._tenant = tenant
+        self._on_ended = on_ended
+        self._shown_id = request.client_request_id or self.request_id.encode("ascii")
+        self._is_stream = False
+        self._max_output_tokens: int | None = None
+        self._terms = _NO_TERMS
+        self._headers = b""
+        self._reservation: Reservation | None = None
+        self._attempts: list[Attempt] = []
+        self._excluded: set[int] = set()
+        self._chosen: Chosen | None = None
+        self._dispatch: Dispatch | None = None
+        self._relay: Relay | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._first_byte_s: float | None = None
+        self._queued_s: float | None = None
+        self._queued_behind = (0, 0)
+        self._is_over = False
+
+    # ---- in
+
+    def begin(self) -> None:
+        """Check the request and send it on its way."""
+        reply = self._reply
+        reply.on_gone, reply.on_pause, reply.on_resume = self.client_left, self._slow_down, self._speed_up
+        try:
+            self._check()
+        except ApiError as error:
+            self._refuse(error, refusals.outcome_of(error.status))
+            return
+        self._parts.budget.earn()
+        if self._parts.room.somebody_waits(self.model):
+            self._wait()
+        else:
+            self._route()
+
+    def _check(self) -> None:
+        """Find out what is asked for, and whether it may be.
+
+        Raises:
+            ApiError: it may not.
+        """
+        parts, request, tenant = self._parts, self._request, self._tenant
+        body = decode_door_body(request.body)
+        self._is_stream, self._max_output_tokens = bool(body.stream), body.output_tokens
+        model = body.model
+        if model is None:
+            model = next(filter(tenant.may_use, parts.backends.models), "")
+            request.body = with_model(request.body, model)  # a backend's default may be another
+        if not parts.backends.knows(model) or not tenant.may_use(model):
+            raise refusals.no_such_model(filter(tenant.may_use, parts.backends.models))
+        self.model = model
+        terms = self._terms = terms_of(body, request.headers, tenant)
+        max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
+        self.core = Request(
+            request_id=self.request_id,
+            prompt=body.prompt_tokens(),
+            max_tokens=max_tokens,
+            priority=terms.priority,
+            cache_salt=terms.cache_salt,
+            tenant=tenant.name,
+            session=terms.session,
+            slo=terms.slo,
+            slo_class=terms.slo_class,
+            value=terms.value,
+            refuse_late=terms.refuse_late,
+            arrival_s=request.arrived_s,
+        )
+        num_tokens = self.core.num_prompt_tokens + max_tokens * max(1, body.n or 1)
+        reserved = parts.limits.reserve(tenant.name, num_tokens, request.arrived_s)
+        if isinstance(reserved, Exceeded):
+            raise over_limit(reserved, tenant.limits)
+        self._reservation = reserved
+
+    # ---- to a backend
+
+    def _route(self) -> None:
+        now_s = time.monotonic()
+        choice = self._choose(now_s)
+        if isinstance(choice, Chosen):
+            self._try(choice, now_s)
+        elif isinstance(choice, Busy):
+            self._wait()
+        else:
+            self._refuse(refusals.nobody_up(choice.message, choice.retry_after_s), Outcome.NO_CAPACITY)
+
+    def _choose(self, now_s: float) -> Chosen | Busy | NobodyUp:
+        choice = self._parts.backends.choose(self.core, self.model, now_s, excluded=self._excluded)
+        if isinstance(choice, NobodyUp) and self._excluded:
+            self._excluded.clear()  # whoever has failed it once is better than nobody
+            choice = self._parts.backends.choose(self.core, self.model, now_s)
+        return choice
+
+    def _try(self, chosen: Chosen, now_s: float) -> None:
+        """Send the request to whom it was given, unless that would be too late for it."""
+        parts, backend, predicted_s = self._parts, chosen.backend, chosen.predicted_ttft_s
+        if predicted_s is not None and is_hopeless(self.core, predicted_s, now_s):
+            self._refuse(refusals.too_late(excess_s(self.core, predicted_s, now_s)), Outcome.LATE)
+            return
+        self._chosen = chosen
+        dispatch = parts.backends.dispatched(chosen, self.core, now_s, is_stream=self._is_stream)
+        self._dispatch = dispatch
+        parts.room.started(self, now_s)
+        if backend.is_own:
+            self._ask_own(dispatch)
+            return
+        if not self._headers:
+            self._headers = forwarded_headers(self._request, self.request_id.encode("ascii"), self._shown_id)
+        address, max_output = backend.address, self._max_output_tokens
+        line = request_line(self._request, address.base_path, address.host_header, backend.authorization)
+        self._relay = Relay(
+            self, dispatch, self._reply, parts.patience, self._shown_id, math.inf if max_output is None else max_output
+        )
+        self._relay.start(parts.pools.of(backend), line + self._headers, self._request.body)
+
+    def _ask_own(self, dispatch: Dispatch) -> None:
+        app, request = self._parts.own_app, self._request
+        assert app is not None
+        own_id = (OWN_ID, self.request_id.encode("ascii"))
+        request.headers = [*(pair for pair in request.headers if pair[0] != OWN_ID), own_id]
+        OwnAnswer(self, dispatch).start(app, request, self._reply, self._shown_id, self._tenant)
+
+    # ---- the queue
+
+    def _wait(self) -> None:
+        room = self._parts.room
+        if self._queued_s is None:
+            self._queued_s = time.monotonic()
+            self._queued_behind = (len(room), room.num_tokens)
+        deadline_s = self._terms.deadline_s
+        full = room.offer(self, math.inf if deadline_s is None else self._request.arrived_s + deadline_s)
+        if full is not None:
+            self._refuse(refusals.queue_full(full.retry_after_s), Outcome.NO_CAPACITY)
+        else:
+            room.call_soon()
+
+    def called(self, now_s: float) -> bool:
+        """It is this one's turn: return whether it has gone, to a backend or otherwise; False if there is no room."""
+        choice = self._choose(now_s)
+        if isinstance(choice, Busy):
+            return False
+        if isinstance(choice, Chosen):
+            self._try(choice, now_s)
+        else:
+            self._refuse(refusals.nobody_up(choice.message, choice.retry_after_s), Outcome.NO_CAPACITY)
+        return True
+
+    def dismissed(self, leaver: Leaver) -> None:
+        """It has left the queue without having been served."""
+        match leaver.cause:
+            case Cause.EXPIRED:
+                self._refuse(deadline_exceeded(), Outcome.EXPIRED)
+            case Cause.LATE:
+                self._refuse(refusals.too_late(leaver.retry_after_s), Outcome.LATE)
+            case Cause.DISPLACED:
+                self._refuse(refusals.queue_full(leaver.retry_after_s), Outcome.NO_CAPACITY)
+
+    # ---- news of an attempt
+
+    def may_try_again(self, now_s: float) -> bool:
+        """Return whether another attempt is allowed."""
+        parts = self._parts
+        return len(self._attempts) + 1 < parts.retry.max_attempts and parts.budget.may_retry(now_s)
+
+    def answering(self, now_s: float) -> None:
+        """The first bytes of the body are here."""
+        self._first_byte_s = now_s
+        self._parts.room.prefilled(self)
+
+    def answered(self, answered: Answered, now_s: float) -> None:
+        """The response has ended as it should."""
+        outcome = refusals.outcome_of(answered.status)
+        dispatch = self._dispatch
+        if dispatch is not None:
+            is_failure = answered.status >= SERVER_ERROR and not dispatch.backend.is_own
+            dispatch.ended(Failure.STATUS_5XX if is_failure else outcome, now_s, answered.usage)
+        self._finish(answered.status, outcome, now_s, answered=answered)
+
+    def failed(self, failure: Failure, now_s: float, *, is_retried: bool = False) -> None:
+        """There is no response, and nothing has gone to the client: try another backend, after a pause.
+
+        Args:
+            is_retried: `may_try_again` has said so already.
+        """
+        may_try_again = is_retried or self.may_try_again(now_s)
+        self._end_attempt(failure, now_s)
+        parts = self._parts
+        if may_try_again:
+            pause_s = backoff_s(parts.retry, len(self._attempts), parts.rng)
+            self._pause = asyncio.get_running_loop().call_later(pause_s, self._resume)
+            return
+        outcome = Outcome.NO_CAPACITY if failure is Failure.CONNECT else Outcome.FAILED
+        self._refuse(refusals.backend_failed(failure), outcome)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._route()
+
+    def broke(self, status: int, failure: Failure | None, now_s: float) -> None:
+        """The response broke off; the client knows."""
+        if failure is not None:
+            self._end_attempt(failure, now_s)
+        elif self._dispatch is not None:
+            self._dispatch.ended(Outcome.FAILED, now_s)
+        self._finish(status, Outcome.FAILED, now_s, "backend_error")
+
+    def _end_attempt(self, failure: Failure, now_s: float) -> None:
+        dispatch, self._dispatch, self._relay = self._dispatch, None, None
+        if dispatch is not None:
+            self._attempts.append(_attempt(dispatch, now_s, failure.value))
+            self._excluded.add(dispatch.backend.replica_id)
+            self._parts.room.ended(self, 0)
+            dispatch.ended(failure, now_s)
+
+    # ---- the client, and time
+
+    def client_left(self) -> None:
+        """The client has closed its connection: nobody works for it any longer."""
+        now_s = time.monotonic()
+        if self._relay is not None:
+            self._relay.cancel()
+        if self._dispatch is not None:
+            self._dispatch.ended(Outcome.CLIENT_GONE, now_s)
+        self._finish(_GONE_STATUS, Outcome.CLIENT_GONE, now_s)
+
+    def _slow_down(self) -> None:
+        if self._relay is not None:
+            self._relay.pause()
+
+    def _speed_up(self) -> None:
+        if self._relay is not None:
+            self._relay.resume()
+
+    def check(self, now_s: float) -> None:
+        """Look whether a backend has been silent for too long."""
+        if self._relay is not None:
+            self._relay.check(now_s)
+
+    def leave(self, backend: Backend, failure: Failure) -> None:
+        """Try elsewhere if this one still waits for a backend that has failed others."""
+        relay = self._relay
+        if relay is None or relay.first_byte_s is not None or self._dispatch is None:
+            return
+        if self._dispatch.backend is backend:
+            relay.give_up(failure, time.monotonic())
+
+    def end_now(self) -> None:
+        """End with an error, whatever it is at: the server is about to stop. The own API ends its requests itself."""
+        relay = self._relay
+        if relay is not None and relay.first_byte_s is not None:
+            relay.give_up(Failure.BROKEN, time.monotonic())
+        elif self._dispatch is None or relay is not None:
+            if relay is not None:
+                relay.cancel()
+            self._refuse(refusals.shutting_down(), Outcome.NO_CAPACITY)
+
+    # ---- out
+
+    def _refuse(self, error: ApiError, outcome: Outcome) -> None:
+        """Answer with an error, before anything of a response was sent."""
+        now_s = time.monotonic()
+        if self._dispatch is not None:
+            self._dispatch.ended(outcome, now_s)
+        self._reply.send(*refusals.answer(error, self._shown_id))
+        self._finish(error.status, outcome, now_s, error.code)
+
+    def _finish(
+        self, status: int, outcome: Outcome, now_s: float, code: str | None = None, answered: Answered | None = None
+    ) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        parts, dispatch = self._parts, self._dispatch
+        if self._pause is not None:
+            self._pause.cancel()
+        num_prompt, num_output = self._num_tokens(answered)
+        if dispatch is not None:
+            self._attempts.append(_attempt(dispatch, now_s, None))
+            parts.room.ended(self, num_output)
+        elif self._queued_s is not None:
+            parts.room.remove(self)
+        if self._reservation is not None:
+            if self._first_byte_s is None and dispatch is None:
+                self._reservation.cancel(now_s)
+            else:
+                self._reservation.settle(num_prompt + num_output, now_s)
+        self._relay = None
+        self._on_ended(self._record(status, outcome, now_s, code, answered, num_prompt, num_output))
+
+    def _num_tokens(self, answered: Answered | None) -> tuple[int, int]:
+        """Return prompt and output tokens, as the backend said or as well as can be told from sizes."""
+        if answered is not None and answered.usage is not None:
+            return answered.usage.num_prompt_tokens, answered.usage.num_output_tokens
+        num_prompt = self.core.num_prompt_tokens if self._first_byte_s is not None else 0
+        if answered is None or answered.status >= 400:
+            return num_prompt, 0
+        if self._is_stream:
+            return num_prompt, answered.num_events
+        return num_prompt, max(1, (answered.num_bytes - _ENVELOPE_BYTES) // _BYTES_PER_TOKEN)
+
+    def record(self, now_s: float) -> ExchangeRecord:
+        """Return what there is to say of it while it goes on."""
+        return self._record(0, Outcome.OPEN, now_s, None, None, 0, 0)
+
+    def _record(
+        self,
+        status: int,
+        outcome: Outcome,
+        now_s: float,
+        code: str | None,
+        answered: Answered | None,
+        num_prompt: int,
+        num_output: int,
+    ) -> ExchangeRecord:
+        request, chosen, terms = self._request, self._chosen, self._terms
+        usage = None if answered is None else answered.usage
+        client_id, attempts = request.client_request_id, self._attempts
+        return ExchangeRecord(
+            request_id=self.request_id,
+            client_request_id=None if client_id is None else client_id.decode("ascii"),
+            tenant=self._tenant.name,
+            model=self.model,
+            path=request.path,
+            is_stream=self._is_stream,
+            slo_class=terms.slo_class,
+            slo=terms.slo,
+            arrived_s=request.arrived_s,
+            queued_s=self._queued_s,
+            queued_behind_requests=self._queued_behind[0],
+            queued_behind_tokens=self._queued_behind[1],
+            dispatched_s=attempts[-1].dispatched_s if attempts else None,
+            first_byte_s=self._first_byte_s,
+            ended_s=now_s,
+            attempts=tuple(attempts),
+            route=None if chosen is None else chosen.decision,
+            status=status,
+            outcome=outcome,
+            error_code=code,
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=num_output,
+            num_cached_tokens=None if usage is None else usage.num_cached_tokens,
+            usage_is_exact=usage is not None,
+            num_bytes_in=len(request.body),
+            num_bytes_out=self._reply.num_bytes,
+            predicted_ttft_s=None if chosen is None else chosen.predicted_ttft_s,
+        )
+
+
+def _attempt(dispatch: Dispatch, now_s: float, failure: str | None) -> Attempt:
+    return Attempt(backend=dispatch.backend.name, dispatched_s=dispatch.at_s, ended_s=now_s, failure=failure)

@@ -1,0 +1,64 @@
+"""Which headers pass the door, in either direction: those on a list, and no others."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from expediter.gateway.http.upstream import ResponseHead
+from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, response_head
+
+_TO_BACKEND: Final = frozenset(
+    {b"content-type", b"accept", b"user-agent", b"traceparent", b"tracestate", b"session_id"}
+)
+_TO_BACKEND_PREFIXES: Final = (b"x-session-", b"openai-", b"anthropic-")
+_TO_CLIENT: Final = frozenset({b"content-type", b"content-encoding", b"retry-after", b"cache-control"})
+_TO_CLIENT_PREFIXES: Final = (b"openai-", b"x-ratelimit-", b"anthropic-")
+OWN_ID: Final = b"x-expediter-request-id"
+"""Tells a backend that is an Expediter the door's id of a request, so that both parts of its story can be joined."""
+
+
+def forwarded_headers(
+    request: HttpRequest, request_id: bytes, shown_id: bytes, traceparent: bytes | None = None
+) -> bytes:
+    """Return what every backend is told with a request, up to the end of the head.
+
+    Args:
+        request_id: the door's. `shown_id`: the client's own, or the door's.
+        traceparent: to send in place of the client's; None to pass that on.
+    """
+    parts: list[bytes] = []
+    for name, value in request.headers:
+        if name in _TO_BACKEND or name.startswith(_TO_BACKEND_PREFIXES):
+            if name == b"traceparent" and traceparent is not None:
+                continue
+            parts += (name, b": ", value, b"\r\n")
+    if traceparent is not None:
+        parts += (b"traceparent: ", traceparent, b"\r\n")
+    parts += (b"x-request-id: ", shown_id, b"\r\n", OWN_ID, b": ", request_id, b"\r\n")
+    parts.append(b"content-length: %d\r\n\r\n" % len(request.body))
+    return b"".join(parts)
+
+
+def request_line(request: HttpRequest, base_path: str, host: str, authorization: bytes | None) -> bytes:
+    """Return the part of a forwarded head that differs between backends."""
+    key = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (
+        request.method.encode("ascii"),
+        base_path.encode("ascii"),
+        request.target,
+        host.encode("ascii"),
+        key,
+    )
+
+
+def passed_headers(head: ResponseHead, shown_id: bytes) -> Headers:
+    """Return what a client is told of a backend's headers."""
+    passed = [pair for pair in head.headers if pair[0] in _TO_CLIENT or pair[0].startswith(_TO_CLIENT_PREFIXES)]
+    passed.append((b"x-request-id", shown_id))
+    return passed
+
+
+def framed_head(head: ResponseHead, shown_id: bytes) -> bytes:
+    """Return the head for a body that is passed on with its framing, without the last line."""
+    framing = CHUNKED_HEADER if head.is_chunked else b"content-length: %d\r\n" % (head.length or 0)
+    return response_head(head.status, passed_headers(head, shown_id)) + framing

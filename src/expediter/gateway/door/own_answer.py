@@ -1,0 +1,66 @@
+"""One request answered by our own API, in this process."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final
+
+from starlette.types import ASGIApp
+
+from expediter.gateway.backends.backend import Dispatch
+from expediter.gateway.door import refusals
+from expediter.gateway.door.relay import Answered, Asker
+from expediter.gateway.door.usage import TAIL_BYTES, usage_of
+from expediter.gateway.http.asgi import AsgiCall
+from expediter.gateway.http.reply import Reply
+from expediter.gateway.http.wire import HttpRequest
+from expediter.gateway.tenants import Tenant
+
+_NUM_ENDS: Final = 2
+"""Pieces of a response that are kept for its usage: the last event, and `[DONE]`."""
+
+
+class OwnAnswer:
+    """Hears of the application's answer, and passes on what the door wants to know of it."""
+
+    def __init__(self, asker: Asker, dispatch: Dispatch) -> None:
+        self._asker = asker
+        self._dispatch = dispatch
+        self._status = 500
+        self._has_begun = False
+        self._num_bytes = 0
+        self._num_events = 0
+        self._ends: deque[bytes] = deque(maxlen=_NUM_ENDS)
+
+    def start(self, app: ASGIApp, request: HttpRequest, reply: Reply, shown_id: bytes, tenant: Tenant) -> None:
+        """Let the application answer."""
+        failure = refusals.answer(refusals.internal_error(), shown_id)
+        AsgiCall(app, request, reply, failure, ((b"x-request-id", shown_id),), {"tenant": tenant}, self)
+
+    def app_head(self, status: int) -> None:
+        """The application has begun."""
+        self._status = status
+
+    def app_data(self, data: bytes) -> None:
+        """It has sent a part of the body."""
+        if not self._has_begun:
+            self._has_begun = True
+            now_s = time.monotonic()
+            self._dispatch.first_byte(now_s)
+            self._asker.answering(now_s)
+        self._num_bytes += len(data)
+        self._num_events += 1
+        self._ends.append(data)
+
+    def app_ended(self, *, is_whole: bool, is_gone: bool) -> None:
+        """It has returned."""
+        now_s = time.monotonic()
+        usage = usage_of(b"".join([piece[-TAIL_BYTES:] for piece in self._ends]))
+        answered = Answered(self._status, usage, self._num_bytes, self._num_events)
+        if is_whole:
+            self._asker.answered(answered, now_s)
+        elif is_gone:
+            self._asker.client_left()
+        else:
+            self._asker.broke(self._status, None, now_s)

@@ -1,0 +1,103 @@
+"""What a door answers itself when it stands in front of backends: models, health, version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
+
+from expediter import __version__
+from expediter.core.errors import ExpediterError
+from expediter.gateway.backends.registry import Backends
+from expediter.gateway.door import refusals
+from expediter.gateway.door.drain import Drain
+from expediter.gateway.errors import ApiError, handle_error
+from expediter.gateway.tenants import Tenant
+
+
+class Pages:
+    """The handlers."""
+
+    def __init__(self, backends: Backends, drain: Drain) -> None:
+        self._backends = backends
+        self._drain = drain
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+        ]
+
+    async def models(self, request: HttpRequest) -> Response:
+        """The models that somebody serves and the client may use."""
+        return _json({"object": "list", "data": [self._model(name) for name in self._names(request)]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        """One of them."""
+        name, names = request.path_params["name"], self._names(request)
+        if name not in names:
+            raise refusals.no_such_model(names)
+        return _json(self._model(name))
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Alive: the event loop answers. Says nothing of the backends."""
+        return _json({"status": "ok"})
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """Ready: new work is taken, because some backend is up and the server does not drain."""
+        states = {status.name: status.state for status in self._backends.status()}
+        ready = "up" in states.values() and not self._drain.is_draining
+        return _json({"ready": ready, "backends": states}, 200 if ready else 503)
+
+    async def version(self, _: HttpRequest) -> Response:
+        return _json({"version": __version__})
+
+    def _names(self, request: HttpRequest) -> list[str]:
+        tenant: Tenant = request.scope["tenant"]
+        return [name for name in self._backends.models if tenant.may_use(name)]
+
+    def _model(self, name: str) -> dict[str, object]:
+        lengths = [status.max_model_len for status in self._backends.status() if name in status.models]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "expediter",
+            "root": name,
+            "parent": None,
+            "max_model_len": min((length for length in lengths if length is not None), default=None),
+        }
+
+
+def build_pages(backends: Backends, drain: Drain, routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette:
+    """Return the application for what is not for a model.
+
+    Args:
+        routes: further ones.
+        own_app: gets what is no page of the door; None if there is nobody.
+    """
+    rest = [] if own_app is None else [Mount("", own_app)]
+    return Starlette(
+        routes=[*Pages(backends, drain).routes(), *routes, *rest],
+        exception_handlers={
+            ApiError: handle_error,
+            ExpediterError: handle_error,
+            HTTPException: handle_error,
+            Exception: handle_error,
+        },
+    )
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

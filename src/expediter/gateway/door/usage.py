@@ -1,0 +1,74 @@
+"""What a response says of its tokens, read from its last bytes; nothing else of it is looked at."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from expediter.gateway.backends.backend import Usage
+
+TAIL_BYTES: Final = 4096
+"""Of a response's end; usage stands there in all formats."""
+_KEY: Final = b'"usage":'
+_MAX_USAGE_BYTES: Final = 2048
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """The names of chat completions and completions; of responses and messages."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Usage)
+
+
+def usage_of(tail: bytes) -> Usage | None:
+    """Return the last usage that stands in the end of a response; None if there is none, or it cannot be read."""
+    found = tail.rfind(_KEY)
+    while found >= 0:
+        raw = _object_at(tail, found + len(_KEY))
+        if raw is not None:
+            return _read(raw)
+        found = tail.rfind(_KEY, 0, found)
+    return None
+
+
+def _object_at(tail: bytes, position: int) -> bytes | None:
+    """Return the JSON object that begins here, white space aside; None if there is none."""
+    part = tail[position : position + _MAX_USAGE_BYTES].lstrip()
+    if not part.startswith(b"{"):
+        return None
+    depth = end = 0
+    while True:
+        close = part.find(b"}", end)
+        if close < 0:
+            return None
+        depth += part.count(b"{", end, close) - 1
+        end = close + 1
+        if depth == 0:
+            return part[:end]
+
+
+def _read(raw: bytes) -> Usage | None:
+    try:
+        said = _DECODER.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    num_prompt = said.prompt_tokens if said.prompt_tokens is not None else said.input_tokens
+    num_output = said.completion_tokens if said.completion_tokens is not None else said.output_tokens
+    if num_prompt is None and num_output is None:
+        return None
+    details = said.prompt_tokens_details or said.input_tokens_details
+    num_cached = said.cache_read_input_tokens if details is None else details.cached_tokens
+    return Usage(max(num_prompt or 0, 0), max(num_output or 0, 0), num_cached)

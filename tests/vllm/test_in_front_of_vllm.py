@@ -1,0 +1,183 @@
+"""What the gateway learns of real vLLM servers, what it hands on, and where it sends prompts that share a beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from benchmarks.peers.vllm_server import VllmServer
+from vllm_door import MODEL, VllmDoor, post, text, wait_until
+
+from expediter.runtime.load_client import LoadClient, Outcome, TimedPrompt
+
+CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
+COMPLETION = {"prompt": "Once upon a time", "max_tokens": 24, "logprobs": 1, "return_token_ids": True}
+ENDPOINTS = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+
+
+def answered(servers: Sequence[VllmServer]) -> list[float]:
+    return [server.metric("vllm:request_success_total") for server in servers]
+
+
+def comparable(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without what differs between any two: its id, when, and what was cached."""
+    usage = {key: value for key, value in (answer.get("usage") or {}).items() if not key.endswith("_details")}
+    return {key: value for key, value in answer.items() if key not in ("id", "created", "usage")} | {"usage": usage}
+
+
+def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    data = json.dumps({"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line[6:].strip() for line in answer if line.startswith(b"data: ")]
+    assert lines.pop() == b"[DONE]"
+    return [comparable(json.loads(line)) for line in lines]
+
+
+@contextmanager
+def endless(url: str, *, is_stream: bool) -> Iterator[http.client.HTTPConnection]:
+    """Ask for far more tokens than anybody waits for, and leave when the block ends."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 3500, "ignore_eos": True, "stream": is_stream}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def test_it_finds_out_what_they_serve(door: VllmDoor, pair: list[VllmServer]) -> None:
+    with urllib.request.urlopen(f"{door.url}/v1/models", timeout=30) as answer:
+        (model,) = json.loads(answer.read())["data"]
+    assert model["id"] == MODEL
+    for backend in door.backends():
+        assert backend["kind"] == "vllm"
+        assert backend["state"] == "up"
+        assert backend["models"] == [MODEL]
+        assert backend["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_answers_are_those_of_vllm(door: VllmDoor, pair: list[VllmServer], path: str, body: dict[str, Any]) -> None:
+    greedy = {**body, "temperature": 0}
+    direct = [comparable(post(server.url, path, greedy)) for server in pair]
+    assert direct[0] == direct[1]
+    for _ in range(3):
+        assert comparable(post(door.url, path, greedy)) == direct[0]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_streams_are_those_of_vllm(door: VllmDoor, pair: list[VllmServer], path: str, body: dict[str, Any]) -> None:
+    greedy = {**body, "temperature": 0}
+    direct = [events(server.url, path, greedy) for server in pair]
+    assert direct[0] == direct[1]
+    for _ in range(3):
+        assert events(door.url, path, greedy) == direct[0]
+
+
+def test_openai_client(door: VllmDoor) -> None:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused", max_retries=0) as client:
+        started_s = time.monotonic()
+        arrivals_s, parts = [], []
+        for chunk in client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=64, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        ):
+            arrivals_s.append(time.monotonic() - started_s)
+            parts.append(chunk.choices[0].text)
+        assert len(parts) > 30
+        assert arrivals_s[0] < arrivals_s[-1] / 2  # token by token, not all at the end
+        with pytest.raises(openai.BadRequestError, match="max"):
+            client.completions.create(model=MODEL, prompt="Once", max_tokens=100_000)
+        with pytest.raises(openai.NotFoundError, match=MODEL):
+            client.completions.create(model="another", prompt="Once")
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_is_gone_from_vllm(door: VllmDoor, pair: list[VllmServer], is_stream: bool) -> None:
+    def num_running() -> float:
+        return sum(server.metric("vllm:num_requests_running") for server in pair)
+
+    with endless(door.url, is_stream=is_stream) as connection:
+        wait_until(lambda: num_running() == 1, "the request runs")
+        if is_stream:
+            connection.getresponse().read(20)
+    assert wait_until(lambda: num_running() == 0, "the request is gone") < 2
+    assert sum(backend["num_in_flight"] for backend in door.backends()) == 0
+
+
+def test_their_metrics_are_read(door: VllmDoor, pair: list[VllmServer]) -> None:
+    """Requests that did not come through the gateway are seen, and avoided."""
+    busy, idle = pair[0], pair[1]
+    streams = [endless(busy.url, is_stream=True) for _ in range(4)]
+    for stream in streams:
+        stream.__enter__().getresponse().read(20)
+    try:
+        wait_until(lambda: door.backends()[0]["num_running"] == 4, "the gateway sees them run")
+        assert door.backends()[0]["kv_use"] > 0
+        assert door.backends()[1]["num_running"] == 0
+        before = answered([idle])
+        for seed in range(3):
+            door.complete(text(seed, 40))
+        assert answered([idle])[0] - before[0] == 3
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    wait_until(lambda: door.backends()[0]["num_running"] == 0, "the gateway sees them gone")
+
+
+def shared_prefix_load(url: str, seed: int) -> list[Outcome]:
+    """Five requests to each of six prefixes, five a second, each prefix once before any comes again."""
+    prefixes = [text(seed + place, 256) for place in range(6)]
+    prompts = [
+        TimedPrompt(arrival_s=0.3 * place, prompt=f"{prefixes[place % 6]} {text(place, 12)}", max_tokens=4)
+        for place in range(30)
+    ]
+    return asyncio.run(LoadClient(url).replay(MODEL, prompts, lambda _: None))
+
+
+def hit_rate(outcomes: Sequence[Outcome]) -> float:
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return sum(o.num_cached_tokens for o in outcomes) / sum(o.num_prompt_tokens for o in outcomes)
+
+
+def test_a_shared_prefix_goes_where_it_is_cached(
+    door: VllmDoor, start_door: Callable[..., VllmDoor], pair: list[VllmServer]
+) -> None:
+    best = 0.8 * 256 / 268  # each prefix is computed once
+    before = answered(pair)
+    routed = hit_rate(shared_prefix_load(door.url, seed=100))
+    shares = [(now - then) / 30 for now, then in zip(answered(pair), before, strict=True)]
+    in_turn = hit_rate(shared_prefix_load(start_door("--routing", "round_robin").url, seed=200))
+    assert routed > 0.9 * best
+    assert in_turn < routed - 0.1
+    assert max(shares) < 0.75
+
+
+def test_kv_events_tell_what_vllm_holds(start_door: Callable[..., VllmDoor], pair: list[VllmServer]) -> None:
+    """What others made vllm cache is known, and what it forgets is forgotten."""
+    door = start_door(kv_events=True)
+    prefixes = [text(300 + place, 320) for place in range(4)]
+
+    def num_known() -> list[int]:
+        return [backend["num_known_tokens"] for backend in door.backends()]
+
+    for place, prefix in enumerate(prefixes):
+        post(pair[place % 2].url, "/v1/completions", {"prompt": prefix, "max_tokens": 1})
+    wait_until(lambda: min(num_known()) >= 600, "the gateway knows what was cached")
+    for place, prefix in enumerate(prefixes):
+        before = pair[place % 2].metric("vllm:prefix_cache_hits_total")
+        door.complete(f"{prefix} and so on")
+        assert pair[place % 2].metric("vllm:prefix_cache_hits_total") - before >= 320
+    for server in pair:
+        server.reset_prefix_cache()
+        post(server.url, "/v1/completions", {"prompt": "x", "max_tokens": 1})  # events go out with a step
+    wait_until(lambda: max(num_known()) < 64, "the gateway knows that it is gone")
