@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -61,16 +62,25 @@ class FrontDoor:
 
 
 @contextmanager
-def front_door(backends: Sequence[MockBackend], *flags: str, wait_for_up: bool = True) -> Iterator[FrontDoor]:
-    """Run a door before backends until the block ends; by default it begins when the door knows them all to be up."""
+def front_door(
+    backends: Sequence[MockBackend], *flags: str, config: str = "", wait_for_up: bool = True
+) -> Iterator[FrontDoor]:
+    """Run a door before backends until the block ends; by default it begins when the door knows them all to be up.
+
+    Args:
+        config: text of its configuration file, which may name more backends.
+    """
     admin_port = free_port()
-    urls = [word for backend in backends for word in ("--backend", backend.url)]
-    command = [sys.executable, "-m", "expediter.cli.main", "serve", *urls]
-    with start_process(*command, "--port", "0", "--admin-port", str(admin_port), *flags) as live:
-        door = FrontDoor(live, admin_port)
-        if wait_for_up:
-            wait_until(lambda: num_up(door) == len(backends), 20, "all backends up")
-        yield door
+    words = [word for backend in backends for word in ("--backend", backend.url)]
+    command = [sys.executable, "-m", "expediter.cli.main", "serve", *words, "--port", "0"]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(config)
+        file.flush()
+        with start_process(*command, "--admin-port", str(admin_port), "--config", file.name, *flags) as live:
+            door = FrontDoor(live, admin_port)
+            if wait_for_up:
+                wait_until(lambda: num_up(door) == len(backends) + config.count("[[backends]]"), 20, "all backends up")
+            yield door
 
 
 def num_up(door: FrontDoor) -> int:

@@ -43,9 +43,12 @@ def test_a_stream_that_breaks_ends_with_an_error_event_and_no_clean_end(
 
 
 def test_a_stream_that_hangs_is_ended_by_its_lack_of_progress(mocks: list[MockBackend]) -> None:
-    with front_door(mocks, "--backend-timeout", "1.5") as door:
+    """How long a gap may be is learned from streams that ended well; one that nothing is known of gets more time."""
+    with front_door(mocks, config="[door]\nmin_progress_s = 1.5\n") as door:
 
         async def story() -> None:
+            all_do(mocks, num_chunks=6, gap_s=0.01)
+            assert all(answer.is_good for answer in await ask_all(door.port, [chat(stream=True)] * 20, 4))
             all_do(mocks, hang="mid_stream", num_chunks=6)
             answer = await ask(door.port, chat(stream=True))
             assert answer.status == 200

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import sha256
-from pathlib import Path
 
-from tests.door.front_door import FrontDoor, front_door, num_up, run, until
+from tests.door.front_door import front_door, run, until
 from tests.door.http_client import CHAT, Answer, Connection, ask, ask_all, chat
 from tests.door.mock_backends import Behaviour, MockBackend
 
@@ -27,11 +25,8 @@ def num_working(mocks: Sequence[MockBackend]) -> int:
     return sum(mock.num_in_flight for mock in mocks)
 
 
-@contextmanager
-def door_with(
-    mocks: Sequence[MockBackend], folder: Path, alice: str = "", *, max_requests: int | None = None, more: str = ""
-) -> Iterator[FrontDoor]:
-    """Run a door with two keys; `alice` are lines of her table, `max_requests` what each backend takes at once."""
+def two_keys(mocks: Sequence[MockBackend], alice: str = "", *, max_requests: int | None = None, more: str = "") -> str:
+    """Return a configuration with two keys; `alice` are lines of her table, `max_requests` what each backend takes."""
     text = more + "\n"
     for name, lines in (("alice", alice), ("bob", "")):
         hashed = sha256(f"sk-{name}".encode()).hexdigest()
@@ -39,16 +34,12 @@ def door_with(
     for mock in mocks:
         text += f'[[backends]]\nurl = "{mock.url}"\n'
         text += "" if max_requests is None else f"max_requests = {max_requests}\n"
-    file = folder / "door.toml"
-    file.write_text(text)
-    with front_door([], "--config", str(file), wait_for_up=False) as door:
-        run(until(lambda: num_up(door) == len(mocks), 20, "all backends up"))
-        yield door
+    return text
 
 
-def test_a_slot_of_a_key_comes_back_when_its_stream_is_left(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_a_slot_of_a_key_comes_back_when_its_stream_is_left(mocks: list[MockBackend]) -> None:
     """Case 39 (litellm #27955): a key that may have one request at a time leaves a stream; its next one is served."""
-    with door_with(mocks, tmp_path, "max_concurrent_requests = 1") as door:
+    with front_door([], config=two_keys(mocks, "max_concurrent_requests = 1")) as door:
 
         async def story() -> None:
             all_do(mocks, **STREAM)
@@ -69,9 +60,9 @@ def test_a_slot_of_a_key_comes_back_when_its_stream_is_left(mocks: list[MockBack
         run(story())
 
 
-def test_tokens_are_reserved_before_and_settled_after(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_tokens_are_reserved_before_and_settled_after(mocks: list[MockBackend]) -> None:
     """Case 40 (litellm #18730): five at once whose sum is over the limit; what is not used is given back."""
-    with door_with(mocks, tmp_path, "max_tokens_per_minute = 2500") as door:
+    with front_door([], config=two_keys(mocks, "max_tokens_per_minute = 2500")) as door:
 
         async def story() -> None:
             all_do(mocks, prefill_s=0.5)
@@ -92,9 +83,9 @@ def test_tokens_are_reserved_before_and_settled_after(mocks: list[MockBackend], 
         run(story())
 
 
-def test_what_a_request_did_not_use_is_there_for_the_next(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_what_a_request_did_not_use_is_there_for_the_next(mocks: list[MockBackend]) -> None:
     """Case 40, settled: streams that are left early, or fail, do not use up what was reserved for them."""
-    with door_with(mocks, tmp_path, "max_tokens_per_minute = 2500") as door:
+    with front_door([], config=two_keys(mocks, "max_tokens_per_minute = 2500")) as door:
 
         async def story() -> None:
             for _ in range(6):
@@ -118,7 +109,7 @@ def test_a_flood_meets_a_bounded_queue_and_what_is_admitted_is_in_time(
     Those beyond are told so at once, with a Retry-After; whoever is let in waits no longer than the queue is long.
     """
     two = mocks[:2]
-    with door_with(two, tmp_path, max_requests=4, more="[queue]\nmax_requests = 16\n") as door:
+    with front_door([], config=two_keys(two, max_requests=4, more="[queue]\nmax_requests = 16\n")) as door:
 
         async def story() -> None:
             all_do(two, prefill_s=0.2)
@@ -149,9 +140,9 @@ def max_at_once(mock: MockBackend) -> int:
     return most
 
 
-def test_a_deadline_that_passes_in_the_queue_costs_no_prefill(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_a_deadline_that_passes_in_the_queue_costs_no_prefill(mocks: list[MockBackend]) -> None:
     one = mocks[:1]
-    with door_with(one, tmp_path, max_requests=1) as door:
+    with front_door([], config=two_keys(one, max_requests=1)) as door:
 
         async def story() -> None:
             all_do(one, prefill_s=1.5)
@@ -167,7 +158,7 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_prefill(mocks: list[MockBa
         run(story())
 
 
-def test_no_route_of_the_door_answers_without_a_key(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_no_route_of_the_door_answers_without_a_key(mocks: list[MockBackend]) -> None:
     """Case 51 (vllm #58144, #10531, PR#42064): whatever the method, the spelling or the path; but for two probes."""
     paths = [
         *("/", "/v1/models", CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/metrics"),
@@ -175,7 +166,7 @@ def test_no_route_of_the_door_answers_without_a_key(mocks: list[MockBackend], tm
         *("//v1/models", "/v1//models", "/%2e/v1/models", "/v1/models/", "/health/../v1/models", "/V1/MODELS"),
         *("/health/", "//health", "/ready/x", "/v1/models?x=/health", "http://door/v1/models", "*", "/backends"),
     ]
-    with door_with(mocks, tmp_path) as door:
+    with front_door([], config=two_keys(mocks)) as door:
 
         async def story() -> None:
             for path in paths:
@@ -201,10 +192,10 @@ def test_no_route_of_the_door_answers_without_a_key(mocks: list[MockBackend], tm
         assert "sk-alice" not in str(forwarded.headers), "a client's key is none of the backend's business"
 
 
-def test_a_models_allow_list_holds_at_the_door(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_a_models_allow_list_holds_at_the_door(mocks: list[MockBackend]) -> None:
     for mock in mocks[:2]:
         mock.models = {"small": 8192}
-    with door_with(mocks, tmp_path, 'models = ["mock"]') as door:
+    with front_door([], config=two_keys(mocks, 'models = ["mock"]')) as door:
 
         async def story() -> None:
             assert (await ask(door.port, chat(), headers=ALICE)).is_good

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -56,22 +55,13 @@ def test_the_backend_sees_it_within_a_second(
     run(story())
 
 
-def limited(path: Path, mocks: list[MockBackend], max_requests: int) -> list[str]:
-    """Return the flags of a door whose backends take so many requests at a time."""
-    rows = [f'[[backends]]\nurl = "{mock.url}"\nmax_requests = {max_requests}\n' for mock in mocks]
-    file = path / "door.toml"
-    file.write_text("\n".join(rows))
-    return ["--config", str(file)]
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_the_central_queue(mocks: list[MockBackend], tmp_path: Path, stream: bool) -> None:
+def test_leaving_the_central_queue(mocks: list[MockBackend], stream: bool) -> None:
     """A request that waits in the door reaches no backend once its client has left; who came later moves up."""
     one = mocks[:1]
-    with front_door([], *limited(tmp_path, one, 1), wait_for_up=False) as door:
+    with front_door([], config=f'[[backends]]\nurl = "{one[0].url}"\nmax_requests = 1\n') as door:
 
         async def story() -> None:
-            await until(lambda: bool(door.backends()) and all(b["state"] == "up" for b in door.backends().values()), 20)
             all_do(one, prefill_s=1.0)
             first = asyncio.create_task(ask(door.port, chat("first")))
             await until(lambda: num_working(one) == 1)

@@ -31,11 +31,9 @@ def long_prompt(number: int, num_bytes: int = 32 * 1024) -> str:
     return f"{number:08d} {TEXT[start : start + num_bytes - 9]}"
 
 
-def test_memory_is_flat_after_the_cap_over_http(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_memory_is_flat_after_the_cap_over_http(mocks: list[MockBackend]) -> None:
     """Distinct prompts of 32 KB, through a door whose index may take 16 MiB: as many again change nothing."""
-    file = tmp_path / "door.toml"
-    file.write_text("[routing]\nindex_max_bytes = 16777216\n")
-    with front_door(mocks, "--config", str(file)) as door:
+    with front_door(mocks, config="[routing]\nindex_max_bytes = 16777216\n") as door:
 
         async def story() -> None:
             numbers = count()

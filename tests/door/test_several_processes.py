@@ -62,12 +62,10 @@ def test_they_tell_each_other_of_prefixes(pair: FrontDoor, mocks: list[MockBacke
     run(story())
 
 
-def test_they_share_a_tenants_limits(mocks: list[MockBackend], tmp_path: Path) -> None:
+def test_they_share_a_tenants_limits(mocks: list[MockBackend]) -> None:
     hashed = sha256(b"sk-alice").hexdigest()
     text = f'[tenants.alice]\nkey_hashes = ["{hashed}"]\nmax_concurrent_requests = 6\n'
-    file = tmp_path / "door.toml"
-    file.write_text(text)
-    with front_door(mocks, "--config", str(file), "--gateway-processes", "2") as door:
+    with front_door(mocks, "--gateway-processes", "2", config=text) as door:
 
         async def story() -> None:
             all_do(mocks, prefill_s=2.0)

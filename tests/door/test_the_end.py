@@ -109,7 +109,7 @@ def test_liveness_answers_in_a_burst_of_1280_requests(door: FrontDoor, mocks: li
 
 def test_hung_backends_make_the_door_not_ready(mocks: list[MockBackend]) -> None:
     """Case 50 (vllm #36960): nobody answers any more; the door is alive, and says that it is not ready."""
-    with front_door(mocks, "--backend-timeout", "1.5") as door:
+    with front_door(mocks, config="[door]\nmin_progress_s = 1.5\nmax_progress_s = 4.0\n") as door:
 
         async def story() -> None:
             assert await probe(door, "/ready") == 200

@@ -28,9 +28,9 @@ def test_one_shared_prefix_does_not_flood_one_backend(door: FrontDoor, mocks: li
         all_do(mocks, prefill_s=0.02)
         answers = await ask_all(door.port, [chat(prefix(0) + f" question {i}?") for i in range(96)], 16)
         assert all(answer.is_good for answer in answers)
-        shares = [len(mock.work) / 96 for mock in mocks]
-        assert sum(shares) == 1
-        assert max(shares) <= 0.5, shares
+        counts = [len(mock.work) for mock in mocks]
+        assert sum(counts) == 96
+        assert max(counts) <= 48, counts
         assert hit_share(mocks) >= 0.9 * best_hit_share(mocks), (hit_share(mocks), best_hit_share(mocks))
 
     run(story())

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
-from tests.door.front_door import FrontDoor, front_door, num_up, run, until
+from tests.door.front_door import FrontDoor, front_door, run
 from tests.door.http_client import CHAT, Answer, Connection, ask, chat
 from tests.door.mock_backends import Behaviour, MockBackend, mock_backends
 
@@ -22,16 +19,11 @@ DETAILS = re.compile(
 )
 
 
-@contextmanager
-def locked_door(mocks: list[MockBackend], folder: Path) -> Iterator[FrontDoor]:
+def locked(mocks: list[MockBackend]) -> str:
+    """Return a configuration with a key that clients need, and one that the backends need."""
     hashed = sha256(KEY.encode()).hexdigest()
     text = f'[tenants.alice]\nkey_hashes = ["{hashed}"]\nmax_tokens_per_minute = 4000\n'
-    text += "".join(f'[[backends]]\nurl = "{mock.url}"\napi_key_env = "BACKEND_KEY"\n' for mock in mocks)
-    file = folder / "door.toml"
-    file.write_text(text)
-    with front_door([], "--config", str(file), wait_for_up=False) as door:
-        run(until(lambda: num_up(door) == len(mocks), 20))
-        yield door
+    return text + "".join(f'[[backends]]\nurl = "{mock.url}"\napi_key_env = "BACKEND_KEY"\n' for mock in mocks)
 
 
 async def trouble(door: FrontDoor, mocks: list[MockBackend]) -> list[Answer]:
@@ -65,11 +57,11 @@ async def trouble(door: FrontDoor, mocks: list[MockBackend]) -> list[Answer]:
 
 @pytest.fixture
 def night(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Answer], dict[str, bytes], bytes]:
     """Return what clients were told, what the door shows of itself, and what it logged, after all that."""
     monkeypatch.setenv("BACKEND_KEY", BACKEND_KEY)
-    with mock_backends(2) as mocks, locked_door(mocks, tmp_path) as door:
+    with mock_backends(2) as mocks, front_door([], config=locked(mocks)) as door:
         answers = run(trouble(door, mocks))
         run(asyncio.sleep(0.3))  # lines of log may be written behind the answers
         headers = {"authorization": f"Bearer {KEY}"}
