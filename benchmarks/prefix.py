@@ -114,8 +114,9 @@ def measure_evict(num_sequences: int, rounds: int) -> list[Row]:
 def bytes_per_token(cache: Cache) -> float:
     """Return the memory of all nodes (objects, tokens, block ids, child tables, heap) per cached token."""
     tree = cache.tree
-    total = sys.getsizeof(tree._nodes) + sys.getsizeof(tree._heap) + tree._node_of.nbytes
-    total += sum(sys.getsizeof(entry) + 32 for entry in tree._heap)
+    heaps = [holder.heap for holder in tree.candidates._holders.values()]
+    total = sys.getsizeof(tree._nodes) + sum(map(sys.getsizeof, heaps)) + tree._node_of.nbytes
+    total += sum(sys.getsizeof(entry) + 32 for heap in heaps for entry in heap)
     for node in tree._nodes:
         if isinstance(node, Node):
             total += sys.getsizeof(node) + sys.getsizeof(node.tokens) + 112 + node.blocks.nbytes

@@ -1,6 +1,8 @@
 """The admin API: backends come and go, keys are read again, and nobody gets in who should not."""
 
 import pytest
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from test_backends import Door
 
@@ -108,3 +110,15 @@ def test_an_address_that_others_reach_needs_a_key():
     for host in ("0.0.0.0", "::", "10.1.1.1", "gateway.example"):
         with pytest.raises(ConfigurationError, match="admin listener"):
             check_admin_address(host, "")
+
+
+def test_a_person_gives_the_key_to_a_browser_as_a_password():
+    admin = client(Door(1), key="s3cret", pages=[Route("/dashboard", lambda _: Response("the page"))])
+    asked = admin.get("/dashboard")
+    assert asked.status_code == 401
+    assert "Basic realm=" in asked.headers["www-authenticate"]
+    assert admin.get("/dashboard", auth=("anybody", "s3cret")).text == "the page"
+    for auth in (("s3cret", ""), ("anybody", "wrong"), ("anybody", "")):
+        assert admin.get("/dashboard", auth=auth).status_code == 401
+    for broken in ("Basic", "Basic !", "Basic c2VjcmV0", "Digest czNjcmV0"):
+        assert admin.get("/dashboard", headers={"Authorization": broken}).status_code == 401

@@ -11,6 +11,7 @@ from live_server import LiveServer, start_fake_server
 
 from expediter.gateway.app import own_routes
 from expediter.gateway.door.door import OPEN_PATHS
+from expediter.gateway.observation import Observation
 from expediter.gateway.tenants import TenantBook
 
 KEYS = ("secret-one", "secret-two")
@@ -33,7 +34,9 @@ def status(server: LiveServer, method: str, path: str, **headers: str) -> int:
 
 def routes() -> list[str]:
     """Every registered route; handlers are bound, not called."""
-    return [route.path.replace("{name:path}", "fake") for route in own_routes(None, None, None, None)]  # type: ignore[arg-type]
+    own = own_routes(None, None, None)  # type: ignore[arg-type]
+    seen = Observation(None, None, None, None).routes()  # type: ignore[arg-type]
+    return [route.path.replace("{name:path}", "fake") for route in (*own, *seen)]
 
 
 def test_every_route_needs_a_key(locked: LiveServer) -> None:

@@ -24,7 +24,7 @@ e2e_s = 600
 TENANTS = "".join(
     f'[tenants.{name}]\nkey_hashes = ["{hash_of(key)}"]\n' for name, key in (("alice", "key-a"), ("bob", "key-b"))
 )
-ALICE, BOB = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b", "op"))
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,22 @@ def one_slot(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """One sequence at a time, 5 ms a token, the SLO order, two tenants."""
     file = tmp_path_factory.mktemp("config") / "expediter.toml"
     file.write_text(CONFIG + TENANTS)
-    flags = ("--model", "toy", "--step-s", "0.005", "--max-num-seqs", "1", "--ordering", "slo", "--config", str(file))
+    flags = (
+        "--model",
+        "toy",
+        "--step-s",
+        "0.005",
+        "--max-num-seqs",
+        "1",
+        "--ordering",
+        "slo",
+        "--config",
+        str(file),
+        "--api-key",
+        "op",
+    )
     with start_fake_server(model_folder, *flags) as live:
-        live.metrics_headers = ALICE
+        live.metrics_headers = OPERATOR
         yield live
 
 
@@ -64,7 +77,8 @@ def occupy(server: LiveServer, num_tokens: int = 200) -> Background:
 
 def last_reason(server: LiveServer, headers: dict[str, str], name: str) -> str | None:
     reply = server.get(f"/requests/{name}", headers=headers)
-    return reply.json["requests"][0]["spans"][-1]["reason"] if reply.status == 200 else None
+    entries = reply.json["requests"] if reply.status == 200 else []
+    return entries[0]["spans"][-1]["reason"] if entries else None
 
 
 def test_why_a_request_waits_and_waited(one_slot: LiveServer) -> None:
@@ -91,7 +105,11 @@ def test_why_a_request_waits_and_waited(one_slot: LiveServer) -> None:
         assert one_slot.get(f"/requests/{entry['request_id']}", headers=BOB).json["requests"] == [entry]
     assert one_slot.metric("expediter:request_held_seconds_total", reason="no_slot") > 0.05
     assert one_slot.metric("expediter:request_slo_total", slo_class="batch", tenant="bob", met="true") == 1
+    assert one_slot.metric("expediter:gateway_request_slo_total", slo_class="batch", tenant="bob", met="true") == 1
     assert one_slot.metric("expediter:tenant_prompt_tokens_total", tenant="bob") == len("secret")
+    alices, bobs = (one_slot.get("/metrics", headers=headers).body for headers in (ALICE, BOB))
+    assert b'tenant="bob"' not in alices, "a tenant's figures are its own"
+    assert b'tenant="bob"' in bobs
 
 
 def test_a_request_is_its_tenants(one_slot: LiveServer) -> None:
@@ -112,7 +130,9 @@ def test_the_last_ones_are_kept(one_slot: LiveServer) -> None:
     for _ in range(8):  # the fake server's limit
         assert last_reason(one_slot, ALICE, "old") == "ended"
         one_slot.complete("x", headers=ALICE, max_tokens=1)
-    assert one_slot.get("/requests/old", headers=ALICE).status == 404
+    told = one_slot.get("/requests/old", headers=ALICE).json
+    assert told["requests"] == [], "the replica has forgotten it"
+    assert told["gateway"][0]["spans"][-1]["reason"] == "ended", "the gateway keeps more, of less"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -154,4 +174,4 @@ def test_recent_requests_are_bounded() -> None:
     assert recent.find("t", "same") == ("r3",)
     assert recent.find("t", "name3") == recent.find("t", "r3") == ("r3",)
     assert recent.find("u", "r3") == recent.find("t", "r1") == ()
-    assert len(recent._ids) == 5
+    assert len(recent._meanings) == 5

@@ -66,6 +66,9 @@ def exchange(**fields: Any) -> ExchangeRecord:
 class OwnPool:
     """Knows one request, by the gateway's id and by its own."""
 
+    def door_id(self, tenant: str, name: str) -> str:
+        return "req-1" if tenant == "alice" and name in ("req-1", "r-7", "cmpl-1") else ""
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 
@@ -79,11 +82,11 @@ def explanations(*records: ExchangeRecord, answers: Mapping[str, object] | None 
     for record in records:
         recent.record(record)
 
-    async def fetch(backend: str, path: str) -> object:
+    async def ask(backend: str, path: str) -> object:
         return (answers or {}).get(f"{backend}{path}")
 
     pool = OwnPool() if own else None
-    return Explanations(Siblings(recent.find, lambda _: []), pool, fetch, lambda name: name == own)
+    return Explanations(Siblings(recent.find, lambda _: []), pool, ask, lambda name: name == own)
 
 
 def explain(of: Explanations, tenant: str, name: str) -> Any:
@@ -128,8 +131,10 @@ def test_joined_with_an_own_replica() -> None:
     (entry,) = explain(of, "alice", "mine")["requests"]
     assert entry == {"backend": "b0", "from_s": pytest.approx(0.6), **REPLICA}
     by_response = explain(of, "alice", "cmpl-1")
-    assert by_response["gateway"] == []
-    assert by_response["requests"] == [REPLICA]
+    assert [gateway["request_id"] for gateway in by_response["gateway"]] == ["req-1"]
+    assert by_response["requests"] == [entry]
+    forgotten = explain(explanations(own="b0"), "alice", "cmpl-1")
+    assert (forgotten["gateway"], forgotten["requests"]) == ([], [REPLICA])
 
 
 def test_joined_with_an_expediter_behind_it() -> None:

@@ -15,6 +15,7 @@ from observed import traffic
 from expediter.gateway.siblings import Siblings
 from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.history import History, merged
+from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.recent_exchanges import RecentExchanges
 
 
@@ -22,17 +23,17 @@ def records() -> list[ExchangeRecord]:
     return list(traffic(40.0, seed=3))
 
 
-def knowing(mine: list[ExchangeRecord], **place: Any) -> Siblings:
+def knowing(mine: list[ExchangeRecord], place: ProcessPlace = ALONE) -> Siblings:
     history, recent = History(), RecentExchanges()
     for record in mine:
         history.record(record)
         recent.record(record)
-    return Siblings(recent.find, history.since, **place)
+    return Siblings(recent.find, history.since, place)
 
 
 def _answer(folder: Path, slot: int, mine: list[ExchangeRecord], ready: Any, stop: Any) -> None:
     async def run() -> None:
-        async with knowing(mine, folder=folder, slot=slot, num_slots=3):
+        async with knowing(mine, ProcessPlace(folder, slot, 3)):
             ready.set()
             await asyncio.to_thread(stop.wait)
 
@@ -49,7 +50,7 @@ def test_together_they_know_everything(tmp_path: Path) -> None:
         assert ready.wait(60)
 
         async def ask() -> None:
-            async with knowing(everything[0::2], folder=tmp_path, slot=0, num_slots=3) as siblings:
+            async with knowing(everything[0::2], ProcessPlace(tmp_path, 0, 3)) as siblings:
                 told = await siblings.intervals(0)
                 assert (siblings.num_processes, len(told)) == (3, 2), "nobody is in slot 2"
                 alone = knowing(everything)
@@ -80,11 +81,10 @@ def test_one_that_hangs_or_talks_nonsense_costs_a_second_at_most(tmp_path: Path)
 
     async def ask() -> None:
         servers = [
-            await asyncio.start_unix_server(who, tmp_path / f"process-{slot}.sock")
-            for slot, who in ((1, hang), (2, lie))
+            await asyncio.start_unix_server(who, tmp_path / f"process-{slot}") for slot, who in ((1, hang), (2, lie))
         ]
         everything = records()
-        async with knowing(everything, folder=tmp_path, slot=0, num_slots=3) as siblings:
+        async with knowing(everything, ProcessPlace(tmp_path, 0, 3)) as siblings:
             started_s = time.monotonic()
             assert len(await siblings.intervals(0)) == 1
             assert time.monotonic() - started_s < 10
@@ -100,24 +100,24 @@ def test_one_that_hangs_or_talks_nonsense_costs_a_second_at_most(tmp_path: Path)
 def test_nonsense_asked_harms_nobody(tmp_path: Path, question: bytes) -> None:
     async def ask() -> None:
         everything = records()
-        async with knowing(everything, folder=tmp_path, slot=0, num_slots=2):
-            reader, writer = await asyncio.open_unix_connection(tmp_path / "process-0.sock")
+        async with knowing(everything, ProcessPlace(tmp_path, 0, 2)):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "process-0")
             writer.write(question)
             writer.write_eof()
             assert await reader.read() == b""
             writer.close()
-            async with knowing([], folder=tmp_path, slot=1, num_slots=2) as other:
+            async with knowing([], ProcessPlace(tmp_path, 1, 2)) as other:
                 assert await other.requests(everything[0].tenant, everything[0].request_id) == [everything[0]]
 
     asyncio.run(ask())
 
 
 def test_a_dead_ones_socket_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "process-0.sock"
+    path = tmp_path / "process-0"
     path.write_text("left behind")
 
     async def enter() -> None:
-        async with knowing([], folder=tmp_path, slot=0, num_slots=2):
+        async with knowing([], ProcessPlace(tmp_path, 0, 2)):
             assert stat.S_ISSOCK(path.stat().st_mode)
 
     asyncio.run(enter())

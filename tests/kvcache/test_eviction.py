@@ -453,7 +453,7 @@ def test_pins_are_bounded_and_yield_and_everything_without_owner_can_go(name, op
 
     def evict(count):
         for _ in range(count):
-            leaves = [node for node in tree._nodes if node is not None and tree._can_shorten(node)]
+            leaves = [node for node in tree._nodes if node is not None and tree.candidates.can_shorten(node)]
             ordinary = {int(node.blocks[-1]) for node in leaves if not node.pinned_until_s}
             (block,) = cache.evict(1)
             assert not ordinary or block in ordinary

@@ -17,6 +17,7 @@ from expediter.core.events import (
 from expediter.core.plan import StepFeatures
 from expediter.core.request import FinishReason
 from expediter.core.slo import Slo
+from expediter.telemetry.exposition import render
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
@@ -74,7 +75,7 @@ def test_gauges_and_exposition() -> None:
     assert value(metrics, "vllm:num_requests_running") == 2
     replica.set_up(False)
     assert value(metrics, "vllm:num_requests_running") == 0
-    text = metrics.render().decode()
+    text = render(metrics.registry).decode()
     assert re.search(r'^vllm:num_requests_waiting\{engine="3",model_name="m"\} 0\.0$', text, re.M)
 
 

@@ -463,7 +463,7 @@ def test_every_reason_has_words_and_lines_line_up():
         },
         **{"cause": "priority", "for_request": "{r}", "lost_tokens": 1, "new_tokens": 2, "cached_tokens": 1},
         **{"output_tokens": 1, "requests": 1, "tokens": 2, "started": 1, "held_by": "budget", "no_slot_s": 0.5},
-        **{"replica": 1, "because": "it is its turn"},
+        **{"replica": 1, "because": "it is its turn", "backend": "b0", "first_byte_s": 0.5},
     }
     spans = [Span(float(i), float(i) + 1 if i < 13 else None, reason, details) for i, reason in enumerate(Reason)]
     lines = timeline(spans)

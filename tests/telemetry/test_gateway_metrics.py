@@ -15,6 +15,7 @@ from expediter.core.slo import Slo
 from expediter.telemetry.counter_rows import CounterRows, read_rows
 from expediter.telemetry.exchanges import Attempt, Outcome
 from expediter.telemetry.gateway_metrics import GatewayMetrics, cause_of
+from expediter.telemetry.process_place import ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
 
 PREFIX = "expediter:gateway_"
@@ -140,7 +141,7 @@ def test_labels_are_bounded() -> None:
 
 
 def _count(folder: Path, slot: int, times: int) -> None:
-    metrics = GatewayMetrics(CollectorRegistry(), folder=folder, slot=slot, num_slots=3)
+    metrics = GatewayMetrics(CollectorRegistry(), place=ProcessPlace(folder, slot, 3))
     for _ in range(times):
         metrics.record(answered())
     metrics.entered()
@@ -154,7 +155,7 @@ def test_processes_add_up_and_a_new_one_goes_on(tmp_path: Path) -> None:
         process.join(60)
         assert process.exitcode == 0
     registry = CollectorRegistry()
-    metrics = GatewayMetrics(registry, folder=tmp_path, slot=0, num_slots=3)
+    metrics = GatewayMetrics(registry, place=ProcessPlace(tmp_path, 0, 3))
     metrics.record(answered())
     labels = {"model_name": "m", "tenant": "alice", "backend": "b0", "outcome": "ok"}
     assert value(registry, "requests_total", **labels) == 24

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from expediter.assembly.file_config import FileConfig, load_file_config
+from expediter.assembly.observing import Observing, ObservingConfig, OwnPoolSeen
 from expediter.control.limits import TenantLimits
 from expediter.control.retry import RetryBudget
 from expediter.control.routing.build import RoutingConfig
@@ -24,17 +25,22 @@ from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends
 from expediter.gateway.backends.watcher import Watcher
 from expediter.gateway.door.door import Door
 from expediter.gateway.door.drain import Drain
-from expediter.gateway.door.pages import build_pages
+from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
+from expediter.gateway.explanations import Pool
 from expediter.gateway.http.listener import Listener
+from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import TenantReload
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
 from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.supervisor import Supervisor
+from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.gateway_metrics import GatewayMetrics
+from expediter.telemetry.process_place import ALONE
+from expediter.telemetry.shown_backend import ShownBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class DoorConfig:
         api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
         file: SLO classes, backends, limits, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
+        observing: what is written of requests.
     Raises:
         ConfigurationError: a value is out of range.
     """
@@ -58,6 +65,7 @@ class DoorConfig:
     api_keys: tuple[str, ...] = ()
     file: FileConfig = field(default_factory=FileConfig)
     shutdown_timeout_s: float = 30.0
+    observing: ObservingConfig = field(default_factory=ObservingConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -84,6 +92,7 @@ class OwnPool:
         app: their API.
         models: names that clients may use for what they serve.
         registry: of their metrics.
+        recent: which of their requests a client means by a name.
     """
 
     name: str
@@ -91,6 +100,11 @@ class OwnPool:
     models: Sequence[str]
     supervisor: Supervisor
     registry: CollectorRegistry
+    recent: RecentRequests
+
+    def seen(self) -> OwnPoolSeen:
+        """Return what can be asked of them."""
+        return OwnPoolSeen(name=self.name, entries=Pool(self.recent, self.supervisor), shown=self.supervisor.shown)
 
 
 class FrontDoor:
@@ -100,9 +114,21 @@ class FrontDoor:
         file, clock = config.file, MonotonicClock()
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
-        self.backends = Backends(clock=clock, routing=config.routing, environment=os.environ)
+        metrics = GatewayMetrics(registry, self._shown, policy=config.routing.name, place=ALONE)
+        self.backends = Backends(clock=clock, routing=config.routing, environment=os.environ, events=metrics)
         self._watcher = Watcher(self.backends, clock)
-        metrics = GatewayMetrics(registry, policy=config.routing.name)
+        self._observing = Observing(
+            config.observing,
+            registry=registry,
+            metrics=metrics,
+            backends=self.backends,
+            own=None if own is None else own.seen(),
+            slo_classes=file.slo_classes,
+            live=self._live,
+            ask=self._watcher.fetch_json,
+            shows_all=lambda: not tenants.book.has_keys,
+            place=ALONE,
+        )
         limits = TenantLimits(tenants.limits)
         room = WaitingRoom(file.queue, tenants.weights, clock, metrics)
         self.door_parts = DoorParts(
@@ -114,15 +140,15 @@ class FrontDoor:
             budget=RetryBudget(file.door.retry, clock.now()),
             rng=np.random.default_rng(),
             own_app=None if own is None else own.app,
+            tracer=self._observing.tracer,
         )
         for backend in config.all_backends:
             self.backends.add(backend)
         if own is not None:
             self.backends.add_own(own.name, own.models, lambda: own.supervisor.is_ready)
-        app = build_pages(self.backends, drain, [], None if own is None else own.app)
-        if own is not None and not config.all_backends:
-            app = own.app
-        self.door = Door(self.door_parts, tenants, drain, app, metrics, [metrics])
+        pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
+        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app)
+        self.door = Door(self.door_parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 
         def tenants_changed(_: TenantBook) -> None:
@@ -131,8 +157,15 @@ class FrontDoor:
 
         tenants.on_change(tenants_changed)
 
+    def _shown(self) -> list[ShownBackend]:
+        return self._observing.shown()
+
+    def _live(self, tenant: str, name: str) -> list[ExchangeRecord]:
+        return self.door.live(tenant, name)
+
     async def start(self) -> None:
         """Find out what the backends serve, and begin to look after them."""
+        await self._observing.start()
         await self._watcher.start()
         self.door.start()
 
@@ -140,6 +173,7 @@ class FrontDoor:
         """Let go of everybody."""
         self.door.stop()
         await self._watcher.stop()
+        await self._observing.stop()
 
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""

@@ -14,6 +14,7 @@ import uvloop
 
 from expediter.assembly.door import DoorConfig, OwnPool, run_door, url_of
 from expediter.assembly.file_config import FileConfig
+from expediter.assembly.observing import ObservingConfig
 from expediter.assembly.presets import Preset
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
@@ -55,6 +56,7 @@ class ServeConfig:
         backends: servers that serve models beside our own replicas.
         file: SLO classes, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
+        observing: what is written of requests.
     Raises:
         ConfigurationError: a value is out of range.
     """
@@ -76,6 +78,7 @@ class ServeConfig:
     file: FileConfig = field(default_factory=FileConfig)
     backends: tuple[BackendConfig, ...] = ()
     shutdown_timeout_s: float = 30.0
+    observing: ObservingConfig = field(default_factory=ObservingConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def __post_init__(self) -> None:
@@ -115,6 +118,7 @@ class ServeConfig:
             api_keys=self.api_keys,
             file=self.file,
             shutdown_timeout_s=self.shutdown_timeout_s,
+            observing=self.observing,
         )
 
 
@@ -159,10 +163,11 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 drain = Drain()
                 own = OwnPool(
                     name=OWN_BACKEND,
-                    app=build_app(service, metrics, step_log, drain),
+                    app=build_app(service, step_log, drain),
                     models=config.model_names,
                     supervisor=supervisor,
                     registry=metrics.registry,
+                    recent=service.recent,
                 )
                 await run_door(config.door, tenants, drain, own, sock, signals, lambda _: announce(line))
                 service.close()
@@ -199,6 +204,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.preset.policy,
             prefix_caching=config.preset.prefix_caching,
+            log_format=config.observing.log_format,
         )
         for number in range(config.num_replicas)
     ]

@@ -11,6 +11,7 @@ from expediter.cli.sizes import gibibytes
 
 if TYPE_CHECKING:
     from expediter.assembly.file_config import FileConfig
+    from expediter.assembly.observing import PROCESS, ObservingConfig
     from expediter.assembly.presets import Preset
     from expediter.gateway.backends.config import BackendConfig
 
@@ -38,6 +39,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=30.0,
         metavar="SECONDS",
         help="for requests in flight at SIGTERM (default: %(default)s)",
+    )
+    seeing = parser.add_argument_group("what is written of requests, see docs/observe.md")
+    seeing.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines on standard error; json: objects, and one per request among them (default: %(default)s)",
+    )
+    seeing.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans there over HTTP, such as http://127.0.0.1:4318/v1/traces",
     )
     backends = parser.add_argument_group("backends: servers that speak OpenAI's API, see docs/backends.md")
     backends.add_argument(
@@ -81,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from expediter.gateway.backends.config import BackendConfig
     from expediter.telemetry.logging_setup import setup_logging
 
-    setup_logging("gateway")
+    setup_logging(PROCESS, log_format=args.log_format)
     file = load_file_config(args.config)
     backends = tuple(BackendConfig(url=url) for url in args.backend)
     if args.host not in _LOOPBACK and not args.api_key and not file.tenants:
@@ -106,6 +119,7 @@ def _serve_backends(args: argparse.Namespace, file: FileConfig, backends: tuple[
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
+        observing=_observing(args),
     )
     serve_backends(config, _say)
 
@@ -136,6 +150,7 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
+        observing=_observing(args),
     )
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
     serve(config, _say)
@@ -143,6 +158,12 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _observing(args: argparse.Namespace) -> ObservingConfig:
+    from expediter.assembly.observing import ObservingConfig
+
+    return ObservingConfig(log_format=args.log_format, otlp_traces_endpoint=args.otlp_traces_endpoint)
 
 
 def _preset(args: argparse.Namespace) -> Preset:

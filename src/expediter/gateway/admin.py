@@ -7,10 +7,12 @@ without asking, and without a key the Host must be loopback, so that no name tha
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -18,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expediter.core.errors import ConfigurationError, ExpediterError
@@ -30,6 +32,7 @@ from expediter.gateway.errors import ApiError, bad_request, handle_error
 Reload = Callable[[], Awaitable[str | None]]
 """Reads the configuration file again; returns why that did not work, None if it did."""
 ADMIN_KEY_VARIABLE: Final = "EXPEDITER_ADMIN_KEY"
+_CHALLENGE: Final = 'Bearer, Basic realm="Expediter admin key as the password", charset="UTF-8"'
 _MAX_BODY_BYTES: Final = 1 << 16
 
 
@@ -72,22 +75,26 @@ def check_admin_address(host: str, key: str) -> None:
         )
 
 
-def build_admin(backends: Backends, *, key: str = "", reload: Reload | None = None) -> ASGIApp:
+def build_admin(
+    backends: Backends, *, key: str = "", reload: Reload | None = None, pages: Sequence[BaseRoute] = ()
+) -> ASGIApp:
     """Return the admin API.
 
     Args:
+        pages: further routes, for who looks at the server.
         key: that every request needs; "" for none, on loopback only.
         reload: None if there is no configuration file.
     """
-    pages = _Pages(backends, reload)
+    api = _Pages(backends, reload)
     app = Starlette(
         routes=[
-            Route("/backends", pages.backends, methods=["GET"]),
-            Route("/backends", pages.add, methods=["POST"]),
+            Route("/backends", api.backends, methods=["GET"]),
+            Route("/backends", api.add, methods=["POST"]),
             # Names may hold slashes; the longer path comes first.
-            Route("/backends/{name:path}/drain", pages.drain, methods=["POST"]),
-            Route("/backends/{name:path}", pages.remove, methods=["DELETE"]),
-            Route("/reload", pages.reload, methods=["POST"]),
+            Route("/backends/{name:path}/drain", api.drain, methods=["POST"]),
+            Route("/backends/{name:path}", api.remove, methods=["DELETE"]),
+            Route("/reload", api.reload, methods=["POST"]),
+            *pages,
         ],
         exception_handlers={ExpediterError: handle_error, ApiError: handle_error, HTTPException: handle_error},
     )
@@ -115,10 +122,9 @@ class _Guard:
         """Return why a request is refused, if it is."""
         headers = dict(scope["headers"])
         if self._hash is not None:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(_hash(given.strip()), self._hash):
+            if not hmac.compare_digest(_hash(_key_in(headers.get(b"authorization", b""))), self._hash):
                 return ApiError(
-                    401, "the admin key is needed", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                    401, "the admin key is needed", code="invalid_api_key", headers={"WWW-Authenticate": _CHALLENGE}
                 )
         elif not is_loopback(_host(headers.get(b"host", b""))):
             return ApiError(403, "the admin API answers to loopback addresses only", code="forbidden")
@@ -190,6 +196,19 @@ async def _body(request: HttpRequest) -> bytes:
         if len(body) > _MAX_BODY_BYTES:
             raise ApiError(413, f"the body is longer than {_MAX_BODY_BYTES} bytes", code="too_large")
     return bytes(body)
+
+
+def _key_in(authorization: bytes) -> bytes:
+    """Return the key of `Bearer KEY`, or of `Basic`, where it is the password: what a browser asks a person for."""
+    scheme, _, given = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return given.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _host(header: bytes) -> str:

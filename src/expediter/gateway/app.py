@@ -11,31 +11,34 @@ from starlette.routing import Route
 from expediter.core.errors import ExpediterError
 from expediter.gateway.api.chat import ChatApi
 from expediter.gateway.api.completions import CompletionsApi
+from expediter.gateway.api.messages import MessagesApi
+from expediter.gateway.api.responses import ResponsesApi
 from expediter.gateway.api.status import StatusApi
 from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, handle_error
 from expediter.gateway.service import Service
-from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.step_log import StepLog
 
 
-def own_routes(service: Service, metrics: ServerMetrics, step_log: StepLog, drain: Drain) -> list[Route]:
+def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]:
     """Return the routes of all APIs over own replicas."""
     apis = (
         CompletionsApi(service),
         ChatApi(service),
+        ResponsesApi(service),
+        MessagesApi(service),
         TokensApi(service),
-        StatusApi(service, metrics, step_log, drain),
+        StatusApi(service, step_log, drain),
     )
     return [route for api in apis for route in api.routes()]
 
 
-def build_app(service: Service, metrics: ServerMetrics, step_log: StepLog, drain: Drain) -> Starlette:
+def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:
     """Return the ASGI application behind the door, which says in `scope["tenant"]` who a request is from."""
     return Starlette(
-        routes=own_routes(service, metrics, step_log, drain),
+        routes=own_routes(service, step_log, drain),
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,

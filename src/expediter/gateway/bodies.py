@@ -74,13 +74,31 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that completions and chat completions share; null means the default.
+class TermsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that the bodies of all APIs share: which model, and on which terms. Null means the default.
 
     What is not declared is refused by name: to ignore it would be to promise what is not kept.
     """
 
     model: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_hint: Literal["drop"] | PinHint | None = None
+    prompt_cache_key: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
+    slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    ttft_ms: TargetMs | None = None
+    tpot_ms: TargetMs | None = None
+    deadline_ms: TargetMs | None = None
+    refuse_late: bool | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """Return these fields, for a body that is made of this one."""
+        return {name: getattr(self, name) for name in TermsBody.__struct_fields__}
+
+
+class GenerationBody(TermsBody, kw_only=True):
+    """Fields that completions and chat completions share."""
+
     max_tokens: PositiveInt | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -98,15 +116,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    cache_hint: Literal["drop"] | PinHint | None = None
-    prompt_cache_key: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
-    slo_class: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    ttft_ms: TargetMs | None = None
-    tpot_ms: TargetMs | None = None
-    deadline_ms: TargetMs | None = None
-    refuse_late: bool | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     include_stop_str_in_output: bool | None = None

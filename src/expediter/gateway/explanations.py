@@ -25,9 +25,13 @@ class OwnReplicas(Protocol):
         """Return the sequences that a tenant means by a name; none if it is not known (any more)."""
         ...
 
+    def door_id(self, tenant: str, name: str) -> str:
+        """Return what the gateway calls the request that they belong to; "" if that is not known."""
+        ...
 
-FetchJson = Callable[[str, str], Awaitable[object]]
-"""Returns the JSON that a backend, by its name, has at a path; None if it gives none in time."""
+
+AskBackend = Callable[[str, str], Awaitable[object]]
+"""Returns the JSON that a backend, by its name, has at a path; None if it is no Expediter, or gives none in time."""
 
 
 class Pool:
@@ -36,6 +40,9 @@ class Pool:
     def __init__(self, recent: RecentRequests, supervisor: Supervisor) -> None:
         self._recent = recent
         self._supervisor = supervisor
+
+    def door_id(self, tenant: str, name: str) -> str:
+        return self._recent.door_id(tenant, name)
 
     async def entries(self, tenant: str, name: str) -> list[Entry]:
         told = [(one, await self._supervisor.explain(one)) for one in self._recent.find(tenant, name)]
@@ -48,7 +55,7 @@ class Explanations:
     Args:
         siblings: who knows the records of requests, those under way as well.
         own: None if the server has no replicas of its own.
-        fetch: asks a foreign backend.
+        ask: asks a foreign backend.
         is_own: whether a backend, by its name, is the server's own pool.
     """
 
@@ -56,12 +63,12 @@ class Explanations:
         self,
         siblings: Siblings,
         own: OwnReplicas | None = None,
-        fetch: FetchJson | None = None,
+        ask: AskBackend | None = None,
         is_own: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._siblings = siblings
         self._own = own
-        self._fetch = fetch
+        self._ask = ask
         self._is_own = is_own
 
     async def explain(self, tenant: str, name: str) -> Entry | None:
@@ -74,6 +81,10 @@ class Explanations:
         entries = [entry for record in records for entry in await self._at_backend(record)]
         if not entries and self._own is not None:
             entries = await self._own.entries(tenant, name)
+            door_id = self._own.door_id(tenant, name)
+            if entries and door_id and not records:  # the name is of a response, or of one sequence of several
+                records = await self._siblings.requests(tenant, door_id)
+                entries = [_begin(record) | entry for record in records[:1] for entry in entries] or entries
         if not records and not entries:
             return None
         return {"id": name, "gateway": [_told(record) for record in records], "requests": entries}
@@ -83,14 +94,13 @@ class Explanations:
         if not record.attempts:
             return []
         last = record.attempts[-1]
-        begins = {"backend": last.backend, "from_s": last.dispatched_s - record.arrived_s}
         if self._is_own(last.backend):
             entries = await self.own_entries(record)
-        elif self._fetch is not None:
-            entries = _entries(await self._fetch(last.backend, f"/requests/{record.request_id}"))
+        elif self._ask is not None:
+            entries = _entries(await self._ask(last.backend, f"/requests/{record.request_id}"))
         else:
             entries = []
-        return [begins | entry for entry in entries]
+        return [_begin(record) | entry for entry in entries]
 
     async def own_entries(self, record: ExchangeRecord) -> list[Entry]:
         """Return what the server's own replicas say of a request; nothing if it was not theirs.
@@ -137,6 +147,14 @@ def told_spans(spans: Sequence[Span], origin_s: float) -> list[dict[str, object]
         }
         for span in spans
     ]
+
+
+def _begin(record: ExchangeRecord) -> Entry:
+    """Return where the last attempt's entries were, and when they began by the gateway's spans."""
+    if not record.attempts:
+        return {}
+    last = record.attempts[-1]
+    return {"backend": last.backend, "from_s": last.dispatched_s - record.arrived_s}
 
 
 def _told(record: ExchangeRecord) -> Entry:

@@ -87,7 +87,7 @@ class Choice:
         ends_with_stop_token = isinstance(ended, Finished) and ended.reason is FinishReason.STOP
         text = self._read(items, ends_with_stop_token)
         if ended is not None and self.finish_reason is None:
-            reason = _finish_reason(ended)
+            reason = _finish_reason(ended, self.stream.retry_after_s)
             text += self._match(self._detokenizer.flush())
             if self.finish_reason is None:
                 self.finish_reason = reason
@@ -138,14 +138,18 @@ class Choice:
         return shown
 
 
-def _finish_reason(ended: Finished | Rejected) -> str:
-    """Return OpenAI's word for how a sequence ended, or raise what went wrong."""
+def _finish_reason(ended: Finished | Rejected, retry_after_s: float) -> str:
+    """Return OpenAI's word for how a sequence ended, or raise what went wrong.
+
+    Args:
+        retry_after_s: when one that was refused is worth another try.
+    """
     if isinstance(ended, Rejected):
         match ended.reason:
             case RejectReason.SHUTDOWN:
-                raise overloaded(ended.message)
+                raise overloaded(ended.message, retry_after_s=retry_after_s)
             case RejectReason.LATE:
-                raise overloaded(ended.message, code="late")
+                raise overloaded(ended.message, code="late", retry_after_s=retry_after_s)
             case _:
                 raise bad_request(ended.message)
     match ended.reason:
@@ -199,7 +203,7 @@ class Generation:
                 await self._wake.wait()
         for stream in streams:
             if stream.rejection is not None:
-                _finish_reason(stream.rejection)
+                _finish_reason(stream.rejection, stream.retry_after_s)
 
     @property
     def may_be_refused_late(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,7 +15,8 @@ from expediter.gateway.dashboard.feed import Feeder
 from expediter.gateway.dashboard.page import dashboard_page
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.explanations import Explanations
-from expediter.gateway.tenants import Tenant
+from expediter.gateway.tenants import DEFAULT_TENANT, Tenant
+from expediter.telemetry.exposition import CONTENT_TYPE, render
 
 _MAX_DIGITS: Final = 15
 
@@ -46,8 +46,12 @@ class Observation:
             Route("/dashboard/feed", self.feed, methods=["GET"]),
         ]
 
-    async def metrics(self, _: HttpRequest) -> Response:
-        return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(self, request: HttpRequest) -> Response:
+        """All metrics; to the key of a named tenant, without what is counted for others."""
+        tenant: Tenant | None = request.scope.get("tenant")
+        sees_all = self._shows_all() or tenant is None or tenant.name == DEFAULT_TENANT
+        text = render(self._registry, None if sees_all or tenant is None else tenant.name)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def explanation(self, request: HttpRequest) -> Response:
         """What held a request and what it did: by our id, the response's, or the client's own X-Request-Id."""

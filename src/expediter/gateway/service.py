@@ -71,7 +71,7 @@ class Asked:
         num_alternatives: logprobs per token, None for none.
         num_per_prompt: sequences of each prompt.
         grammar: what the output has to match.
-        prompt_field, max_tokens_field: names for errors.
+        prompt_field: name of what the prompts come from, for errors.
     """
 
     prompts: Sequence[Prompt]
@@ -83,7 +83,6 @@ class Asked:
     num_per_prompt: int
     parses_calls: bool = False
     prompt_field: str = "messages"
-    max_tokens_field: str = "max_tokens"
 
 
 class Service:
@@ -257,7 +256,7 @@ class Service:
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {asked.max_tokens}, together "
                 f"{num_prompt_tokens + asked.max_tokens}: more than max_model_len ({limit}) or the KV cache "
                 f"({self.config.num_kv_tokens} tokens) allows",
-                param=asked.max_tokens_field,
+                param="max_tokens",
                 code="context_length_exceeded",
             )
         return asked.max_tokens

@@ -17,9 +17,11 @@ import msgspec
 
 from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.history import Interval
+from expediter.telemetry.process_place import ALONE, ProcessPlace
 
 logger = logging.getLogger(__name__)
 
+_SOCKETS: Final = "process"
 _LENGTH: Final = struct.Struct("<I")
 _MAX_QUESTION_BYTES: Final = 64 << 10
 _MAX_ANSWER_BYTES: Final = 64 << 20
@@ -51,32 +53,26 @@ class Siblings:
     """Async context manager: answers the others while it is entered.
 
     Args:
-        folder: where the sockets are; None for a gateway of one process, which has nobody to ask.
-        slot: of this process. `num_slots`: of processes.
         requests, intervals: what this process knows.
+        place: of this process.
     """
 
     def __init__(
         self,
         requests: Callable[[str, str], list[ExchangeRecord]],
         intervals: Callable[[int], list[Interval]],
-        *,
-        folder: Path | None = None,
-        slot: int = 0,
-        num_slots: int = 1,
+        place: ProcessPlace = ALONE,
     ) -> None:
         self._requests = requests
         self._intervals = intervals
-        self._folder = folder
-        self._slot = slot
-        self._others = [] if folder is None else [_socket(folder, other) for other in range(num_slots) if other != slot]
+        self._path = place.own(_SOCKETS)
+        self._others = place.others(_SOCKETS)
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Siblings:
-        if self._folder is not None:
-            path = _socket(self._folder, self._slot)
-            path.unlink(missing_ok=True)  # a predecessor's that died
-            self._server = await asyncio.start_unix_server(self._serve, path)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)  # a predecessor's that died
+            self._server = await asyncio.start_unix_server(self._serve, self._path)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -128,7 +124,7 @@ async def _ask_one(path: Path, question: bytes) -> bytes | None:
             await _write(writer, question)
             return await _read(reader, _MAX_ANSWER_BYTES)
     except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-        logger.warning("%s of the gateway did not answer: %s", path.stem, type(error).__name__)
+        logger.warning("%s of the gateway did not answer: %s", path.name, type(error).__name__)
         return None
     finally:
         if writer is not None:
@@ -145,7 +141,3 @@ async def _read(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
 async def _write(writer: asyncio.StreamWriter, body: bytes) -> None:
     writer.write(_LENGTH.pack(len(body)) + body)
     await writer.drain()
-
-
-def _socket(folder: Path, slot: int) -> Path:
-    return folder / f"process-{slot}.sock"

@@ -9,6 +9,26 @@ from expediter.kvcache.pool import BlockIds
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 
 
+Entry = tuple[bool, float, int, int]
+"""Where a leaf stands among those that can be evicted: pinned, the policy's key, last use, node."""
+
+
+class Holder:
+    """Whose prompts the nodes below some roots are.
+
+    Attributes:
+        num_blocks: in the tree.
+        heap: its leaves in the order in which they go, among entries that are out of date.
+    """
+
+    __slots__ = ("heap", "name", "num_blocks")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_blocks = 0
+        self.heap: list[Entry] = []
+
+
 class Node:
     """A run of blocks below its parent's. Whoever reuses a part of it splits it: its blocks have one past.
 
@@ -22,6 +42,7 @@ class Node:
         stamp: logical time of the last use; a node's is never older than its children's.
         used_s: time of the last use, in the driver's clock.
         num_hits: requests that reused its blocks; who computed them does not count.
+        holder: whose it is.
         history: a number that the eviction policy keeps; nobody else reads it.
         pinned_until_s: a client's pin; 0 without one.
     """
@@ -32,6 +53,7 @@ class Node:
         "blocks",
         "children",
         "history",
+        "holder",
         "node_id",
         "num_hits",
         "parent",
@@ -42,10 +64,18 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, parent: Node | None, tokens: bytes, blocks: BlockIds, stamp: int, used_s: float
+        self,
+        node_id: int,
+        parent: Node | None,
+        holder: Holder,
+        tokens: bytes,
+        blocks: BlockIds,
+        stamp: int,
+        used_s: float,
     ) -> None:
         self.node_id = node_id
         self.parent = parent
+        self.holder = holder
         self.settled: bytes | None = tokens
         self._pieces: list[bytes] | None = None
         self._end: int | None = None  # of the bytes in the pieces, where it was cut off
@@ -87,6 +117,6 @@ class Root(Node):
 
     __slots__ = ("salt",)
 
-    def __init__(self, salt: str) -> None:
-        super().__init__(-1, None, b"", NO_BLOCKS, 0, 0.0)
+    def __init__(self, salt: str, holder: Holder) -> None:
+        super().__init__(-1, None, holder, b"", NO_BLOCKS, 0, 0.0)
         self.salt = salt

@@ -5,8 +5,8 @@ first block. Everything is compared as tokens, never by a hash alone, so two pro
 (CVE-2025-25183 was such a confusion). Matching costs one dict look-up and one `memcmp` per node.
 
 Owners are counted per block (`BlockPool.refs`). Sequences own prefixes of paths, so counts never rise from root to
-leaf: the blocks of a node without an owner are its tail, and a leaf whose last block has none can be shortened. Those
-leaves lie in a heap in the order of an `EvictionPolicy`; entries that are out of date are dropped when they surface.
+leaf: the blocks of a node without an owner are its tail, and a leaf whose last block has none can be shortened. Which
+of those goes next, `candidates.py` says, in the order of an `EvictionPolicy`.
 
 A node is a unit of reuse: a request that reuses a part of one splits it, and what is computed after a reused prefix is
 a node of its own. So all blocks of a node have been used equally often and at the same times.
@@ -16,13 +16,13 @@ Source: RadixAttention (SGLang, 2312.07104).
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from expediter.core.errors import InvariantError
+from expediter.kvcache.candidates import Candidates
 from expediter.kvcache.eviction import EvictionPolicy, Lru
 from expediter.kvcache.node import NO_BLOCKS, Node, Root
 from expediter.kvcache.pins import Pins
@@ -58,6 +58,7 @@ class RadixTree:
     Attributes:
         num_evictable: blocks in the tree without an owner. The manager reports changes of ownership.
         pins: what clients asked to keep.
+        candidates: what can be evicted.
     """
 
     def __init__(
@@ -71,8 +72,7 @@ class RadixTree:
         self._nodes: list[Node | None] = []
         self._spare_ids: list[int] = []
         self._node_of: npt.NDArray[np.int32] = np.full(pool.num_blocks, -1, np.int32)
-        # (pinned, key, last use, node)
-        self._heap: list[tuple[bool, float, int, int]] = []
+        self.candidates = Candidates(self.policy, self._nodes, pool.refs)
         self._stamp = 0
         self._now_s = 0.0
         self.num_evictable = 0
@@ -152,7 +152,7 @@ class RadixTree:
         if now_s > self._now_s:
             self._now_s = now_s
             for node in self.pins.expire(now_s):
-                self._offer(node)
+                self.candidates.offer(node)
 
     def hit(self, block: int) -> None:
         """Record that a request reuses the path down to `block`."""
@@ -178,7 +178,7 @@ class RadixTree:
             is_whole = room >= len(step.blocks)
             pinned = step if is_whole else self._split(step, room)
             self.pins.pin(pinned, until_s)
-            self._offer(pinned)
+            self.candidates.offer(pinned)
             if not is_whole:
                 break
 
@@ -186,7 +186,7 @@ class RadixTree:
         """Remove the blocks down to `block` that have no owner and that no other request ever reused, tail first."""
         dropped: list[BlockIds] = []
         node = self._ending_at(block)
-        while self._can_shorten(node) and not node.num_hits and not node.pinned_until_s:
+        while self.candidates.can_shorten(node) and not node.num_hits and not node.pinned_until_s:
             parent = node.parent
             dropped.append(self._cut(node, len(node.blocks)))
             if node.parent is not None or parent is None:
@@ -207,18 +207,19 @@ class RadixTree:
         return node
 
     def evict(self, count: int) -> BlockIds:
-        """Remove `count` blocks without owners in the policy's order: leaves first, tails before heads, pins last.
+        """Remove `count` blocks without owners in the candidates' order: leaves first, tails before heads.
 
         Returns their ids in that order; the same blocks in the same order as evicting them one by one.
 
         Raises:
             InvariantError: fewer are evictable.
-        Cost: O(log leaves) per leaf touched.
+        Cost: O(log leaves + holders) per leaf touched.
         """
         evicted: list[BlockIds] = []
         missing = count
         while missing:
-            evicted.append(self._cut(self._first_leaf(), missing))
+            leaf, most = self.candidates.next(self._now_s)
+            evicted.append(self._cut(leaf, min(most, missing)))
             missing -= len(evicted[-1])
         return evicted[0] if len(evicted) == 1 else np.concatenate(evicted) if evicted else NO_BLOCKS
 
@@ -230,7 +231,7 @@ class RadixTree:
         while step is not above and step.parent is not None:
             step.num_hits += 1
             for other in self.policy.hit(step, self._now_s):
-                self._offer(other)
+                self.candidates.offer(other)
             step = step.parent
 
     def _touch(self, node: Node) -> None:
@@ -240,7 +241,7 @@ class RadixTree:
             step.stamp = self._stamp
             step.used_s = self._now_s
             step = step.parent
-        self._offer(node)
+        self.candidates.offer(node)
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class RadixTree:
             return node, len(node.blocks), num_inserted * self._block_bytes
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Root(salt)
+            root = self._roots[salt] = Root(salt, self.candidates.holder_of(salt))
         return root, 0, 0
 
     # -- the shape ----------------------------------------------------------------------------------------------------
@@ -300,6 +301,7 @@ class RadixTree:
     def _append(self, node: Node, tokens: bytes, blocks: BlockIds) -> Node:
         """Add a run below `node`; a leaf that nobody else used is lengthened, so a growing sequence stays one node."""
         self.num_blocks += len(blocks)
+        self.candidates.count(node.holder, len(blocks))
         if node.children is None and node.parent is not None and not node.num_hits and not node.pinned_until_s:
             node.lengthen(tokens, blocks)
             self._node_of[blocks] = node.node_id
@@ -346,6 +348,7 @@ class RadixTree:
         self.pins.evicted(node, taken)
         self.num_evictable -= taken
         self.num_blocks -= taken
+        self.candidates.count(node.holder, -taken)
         self._shorten(node, len(node.blocks) - taken)
         return blocks
 
@@ -354,8 +357,8 @@ class RadixTree:
         self._node_of[node.blocks[num_blocks:]] = -1
         if num_blocks:
             node.shorten(num_blocks * self._block_bytes, num_blocks)
-            if self._heap[0] != self._entry(node):  # else it is the first candidate as before
-                self._offer(node)
+            if not self.candidates.is_first(node):  # else it is offered as before
+                self.candidates.offer(node)
             return
         parent = node.parent
         if parent is None or parent.children is None:
@@ -369,45 +372,17 @@ class RadixTree:
             if isinstance(parent, Root):
                 del self._roots[parent.salt]
             else:
-                self._offer(parent)
+                self.candidates.offer(parent)
 
     def _new_node(self, parent: Node, tokens: bytes, blocks: BlockIds) -> Node:
         node_id = self._spare_ids.pop() if self._spare_ids else len(self._nodes)
-        node = Node(node_id, parent, tokens, blocks, self._stamp, self._now_s)
+        node = Node(node_id, parent, parent.holder, tokens, blocks, self._stamp, self._now_s)
         if node.node_id == len(self._nodes):
             self._nodes.append(node)
         else:
             self._nodes[node.node_id] = node
         self._node_of[blocks] = node.node_id
         return node
-
-    # -- the heap -----------------------------------------------------------------------------------------------------
-
-    def _offer(self, node: Node) -> None:
-        """Put `node` among the candidates if its last block can go."""
-        if not self._can_shorten(node):
-            return
-        heapq.heappush(self._heap, self._entry(node))
-        if len(self._heap) > 64 + 2 * len(self._nodes):
-            self._heap = [self._entry(n) for n in self._nodes if n is not None and self._can_shorten(n)]
-            heapq.heapify(self._heap)
-
-    def _entry(self, node: Node) -> tuple[bool, float, int, int]:
-        return (node.pinned_until_s > 0, self.policy.key(node), node.stamp, node.node_id)
-
-    def _can_shorten(self, node: Node) -> bool:
-        return node.children is None and node.parent is not None and not self._pool.refs[node.blocks[-1]]
-
-    def _first_leaf(self) -> Node:
-        """Return the leaf to be cut next; it stays among the candidates."""
-        while self._heap:
-            entry = self._heap[0]
-            node = self._nodes[entry[3]]
-            # A stale entry: the node went, was used again, ranks differently, has children or an owner since.
-            if node is not None and entry == self._entry(node) and self._can_shorten(node):
-                return node
-            heapq.heappop(self._heap)
-        raise InvariantError(f"{self.num_evictable} blocks count as evictable, but no leaf can go")
 
     # -- integrity ----------------------------------------------------------------------------------------------------
 
@@ -418,7 +393,7 @@ class RadixTree:
             InvariantError: it is corrupt (a bug of ours).
         """
         seen = np.zeros(self._pool.num_blocks, bool)
-        offered = set(self._heap)
+        self.candidates.check()
         pinned = 0
         for node in self._nodes:
             if node is None:
@@ -427,8 +402,6 @@ class RadixTree:
             if seen[node.blocks].any() or (self._node_of[node.blocks] != node.node_id).any():
                 raise InvariantError(f"a block of node {node.node_id} lies in two nodes")
             pinned += len(node.blocks) if node.pinned_until_s else 0
-            if self._can_shorten(node) and self._entry(node) not in offered:
-                raise InvariantError(f"leaf {node.node_id} can never be evicted")
             seen[node.blocks] = True
         if int(seen.sum()) != self.num_blocks or (seen != (self._node_of >= 0)).any():
             raise InvariantError(f"{int(seen.sum())} blocks in the tree, {self.num_blocks} counted")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -47,8 +46,10 @@ from expediter.telemetry.gateway_families import (
     TTFT,
     Family,
 )
+from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import STATES, ShownBackend
 
+_COUNTERS: Final = "counters"
 _OTHER: Final = "other"
 _MAX_SERIES: Final = 4096
 """Sets of labels of requests; what comes after them counts as tenant, SLO class and model "other"."""
@@ -74,9 +75,7 @@ class GatewayMetrics:
         registry: where the metrics are shown.
         backends: asked when somebody looks.
         policy: name of the routing that chooses among them.
-        folder: of the counters that the processes share, None for a single process.
-        slot: of this process among them.
-        num_slots: of processes.
+        place: of this process.
     """
 
     def __init__(
@@ -85,12 +84,10 @@ class GatewayMetrics:
         backends: Callable[[], Sequence[ShownBackend]] = tuple,
         *,
         policy: str = "",
-        folder: Path | None = None,
-        slot: int = 0,
-        num_slots: int = 1,
+        place: ProcessPlace = ALONE,
     ) -> None:
-        self._rows = CounterRows(None if folder is None else _file(folder, slot))
-        self._others = [] if folder is None else [_file(folder, other) for other in range(num_slots) if other != slot]
+        self._rows = CounterRows(place.own(_COUNTERS))
+        self._others = place.others(_COUNTERS)
         self._values = self._rows.values
         self._policy = policy
         self._series: dict[tuple[str, str, str, Outcome, str], _Series] = {}
@@ -98,8 +95,8 @@ class GatewayMetrics:
         self._in_flight, self._queue_length, self._queue_tokens = (
             self._place(family) for family in (IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS)
         )
-        for place in (self._in_flight, self._queue_length, self._queue_tokens):
-            self._values[place] = 0.0  # what a predecessor held went down with it
+        for gauge in (self._in_flight, self._queue_length, self._queue_tokens):
+            self._values[gauge] = 0.0  # what a predecessor held went down with it
         registry.register(_Shown(self.rows, backends))
 
     # ---- what happens
@@ -333,7 +330,3 @@ def _of_backends(backends: Sequence[ShownBackend]) -> Iterator[Metric]:
             if value is not None:
                 gauge.add_metric((backend.name,), value)
         yield gauge
-
-
-def _file(folder: Path, slot: int) -> Path:
-    return folder / f"counters-{slot}"

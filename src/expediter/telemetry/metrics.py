@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from expediter.core.events import (
     Admitted,
@@ -26,7 +25,6 @@ from expediter.core.events import (
 from expediter.core.plan import StepFeatures
 from expediter.telemetry.decisions import DecisionMetrics
 
-CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _LABELS: Final = ("model_name", "engine")
 _TTFT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -98,10 +96,6 @@ class ServerMetrics:
     def for_replica(self, replica_id: int) -> ReplicaMetrics:
         """Return the sink for the events of one replica."""
         return ReplicaMetrics(self, replica_id)
-
-    def render(self) -> bytes:
-        """Return the exposition in Prometheus' text format, content type `CONTENT_TYPE`."""
-        return generate_latest(self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, _LABELS, registry=self.registry)

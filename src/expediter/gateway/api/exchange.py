@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from expediter.gateway.bodies import GenerationBody
+from expediter.core.errors import RequestError
+from expediter.gateway.bodies import TermsBody
 from expediter.gateway.delivery import EventStream, respond_at_once
+from expediter.gateway.door.heads import OWN_ID
+from expediter.gateway.errors import ApiError, to_api_error
 from expediter.gateway.generation import Generation
 from expediter.gateway.http.wire import client_request_id
 from expediter.gateway.rendering import Rendering
@@ -22,7 +28,7 @@ def tenant_of(request: HttpRequest) -> Tenant:
     return tenant
 
 
-def terms_for(request: HttpRequest, body: GenerationBody) -> Terms:
+def terms_for(request: HttpRequest, body: TermsBody) -> Terms:
     """Return the terms of a request; raises as `terms_of`."""
     return terms_of(body, request.headers.raw, tenant_of(request))
 
@@ -38,13 +44,25 @@ async def respond(
         ClientGoneError: nobody is there to read it.
     """
     generation.submit()
-    own = client_request_id(request.headers.raw)
-    names = [rendering.response_id] if own is None else [rendering.response_id, own.decode("ascii")]
+    headers = request.headers.raw
+    given, door_id = client_request_id(headers), client_request_id(headers, OWN_ID) or b""
+    names = [rendering.response_id] if given is None else [rendering.response_id, given.decode("ascii")]
     ids = [choice.request.request_id for choice in generation.choices]
-    service.recent.remember(tenant_of(request).name, names, ids)
+    service.recent.remember(tenant_of(request).name, names, ids, door_id.decode("ascii"))
     if is_stream:
         return EventStream(generation, rendering)
     return await respond_at_once(request, generation, rendering)
+
+
+@contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields of the API at hand where they name those of a chat completion."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        told = to_api_error(error)
+        told.param = names.get(told.param or "", told.param)
+        raise told from error
 
 
 def json_response(content: object, status: int = 200) -> Response:

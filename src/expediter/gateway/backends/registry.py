@@ -16,7 +16,7 @@ import numpy as np
 from expediter.control.fleet import Fleet, ReplicaProfile
 from expediter.control.health import Failure, FleetHealth, HealthConfig, HealthState
 from expediter.control.learning import Answer, LearnedTtft, hopeful
-from expediter.control.routing.base import Refusal, RouteQuery, Router
+from expediter.control.routing.base import Candidate, Refusal, RouteQuery, Router
 from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.routing.caches import IndexedCaches
 from expediter.control.speed import Speed
@@ -467,6 +467,13 @@ class Backends:
         return backend
 
     # ---- what there is to see
+
+    def names(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+        """Return the names of those that were compared; "" for one that is gone."""
+        entries = self._entries
+        return tuple(
+            [entries[each.replica_id].backend.name if each.replica_id in entries else "" for each in candidates]
+        )
 
     @property
     def index_bytes(self) -> int:

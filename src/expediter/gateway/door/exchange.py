@@ -27,16 +27,17 @@ from expediter.gateway.backends.backend import Backend, Chosen, Dispatch
 from expediter.gateway.backends.registry import Busy, NobodyUp
 from expediter.gateway.door import refusals
 from expediter.gateway.door.bodies import decode_door_body, with_model
-from expediter.gateway.door.heads import OWN_ID, forwarded_headers, request_line
+from expediter.gateway.door.heads import OWN_ID, TRACEPARENT, forwarded_headers, request_line
 from expediter.gateway.door.own_answer import OwnAnswer
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.relay import SERVER_ERROR, Answered, Relay
 from expediter.gateway.errors import ApiError, deadline_exceeded, over_limit
 from expediter.gateway.http.reply import Reply
-from expediter.gateway.http.wire import HttpRequest
+from expediter.gateway.http.wire import HttpRequest, client_request_id
 from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms, terms_of
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
+from expediter.telemetry.trace_context import TraceContext, new_id
 
 _DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Reserved, and expected, for a request that does not say how much it wants at most."""
@@ -54,6 +55,7 @@ class Exchange:
     __slots__ = (
         "_attempts",
         "_chosen",
+        "_client_id",
         "_dispatch",
         "_excluded",
         "_first_byte_s",
@@ -71,8 +73,10 @@ class Exchange:
         "_request",
         "_reservation",
         "_shown_id",
+        "_span_id",
         "_tenant",
         "_terms",
+        "_trace",
         "core",
         "model",
         "request_id",
@@ -95,7 +99,10 @@ class Exchange:
         self._reply = reply
         self._tenant = tenant
         self._on_ended = on_ended
-        self._shown_id = request.client_request_id or self.request_id.encode("ascii")
+        client_id = request.client_request_id
+        outer_id = client_request_id(request.headers, OWN_ID)  # of another Expediter's door, which asks by it later
+        self._shown_id = client_id or self.request_id.encode("ascii")
+        self._client_id = outer_id or client_id
         self._is_stream = False
         self._max_output_tokens: int | None = None
         self._terms = _NO_TERMS
@@ -110,6 +117,8 @@ class Exchange:
         self._first_byte_s: float | None = None
         self._queued_s: float | None = None
         self._queued_behind = (0, 0)
+        self._trace: TraceContext | None = None
+        self._span_id: int | None = None
         self._is_over = False
 
     # ---- in
@@ -118,6 +127,10 @@ class Exchange:
         """Check the request and send it on its way."""
         reply = self._reply
         reply.on_gone, reply.on_pause, reply.on_resume = self.client_left, self._slow_down, self._speed_up
+        if self._parts.tracer is not None:
+            headers = self._request.headers
+            parent = next((value for name, value in headers if name == TRACEPARENT), None)
+            self._trace = self._parts.tracer.begin(parent)
         try:
             self._check()
         except ApiError as error:
@@ -199,10 +212,15 @@ class Exchange:
         if backend.is_own:
             self._ask_own(dispatch)
             return
+        trace, parent = self._trace, None
+        if trace is not None:
+            self._span_id = new_id(64)
+            parent = trace.traceparent(self._span_id)
         if not self._headers:
-            self._headers = forwarded_headers(self._request, self.request_id.encode("ascii"), self._shown_id)
+            own_id = self.request_id.encode("ascii")
+            self._headers = forwarded_headers(self._request, own_id, self._shown_id, is_traced=trace is not None)
         address, max_output = backend.address, self._max_output_tokens
-        line = request_line(self._request, address.base_path, address.host_header, backend.authorization)
+        line = request_line(self._request, address.base_path, address.host_header, backend.authorization, parent)
         self._relay = Relay(
             self, dispatch, self._reply, parts.patience, self._shown_id, math.inf if max_output is None else max_output
         )
@@ -302,7 +320,7 @@ class Exchange:
     def _end_attempt(self, failure: Failure, now_s: float) -> None:
         dispatch, self._dispatch, self._relay = self._dispatch, None, None
         if dispatch is not None:
-            self._attempts.append(_attempt(dispatch, now_s, failure.value))
+            self._attempts.append(self._attempt(dispatch, now_s, failure.value))
             self._excluded.add(dispatch.backend.replica_id)
             self._parts.room.ended(self, 0)
             dispatch.ended(failure, now_s)
@@ -370,7 +388,7 @@ class Exchange:
             self._pause.cancel()
         num_prompt, num_output = self._num_tokens(answered)
         if dispatch is not None:
-            self._attempts.append(_attempt(dispatch, now_s, None))
+            self._attempts.append(self._attempt(dispatch, now_s, None))
             parts.room.ended(self, num_output)
         elif self._queued_s is not None:
             parts.room.remove(self)
@@ -409,7 +427,9 @@ class Exchange:
     ) -> ExchangeRecord:
         request, chosen, terms = self._request, self._chosen, self._terms
         usage = None if answered is None else answered.usage
-        client_id, attempts = request.client_request_id, self._attempts
+        client_id, attempts = self._client_id, self._attempts
+        if outcome is Outcome.OPEN and self._dispatch is not None:
+            attempts = [*attempts, self._attempt(self._dispatch, now_s, None)]
         return ExchangeRecord(
             request_id=self.request_id,
             client_request_id=None if client_id is None else client_id.decode("ascii"),
@@ -428,6 +448,7 @@ class Exchange:
             ended_s=now_s,
             attempts=tuple(attempts),
             route=None if chosen is None else chosen.decision,
+            route_backends=() if chosen is None else self._parts.backends.names(chosen.decision.candidates),
             status=status,
             outcome=outcome,
             error_code=code,
@@ -438,8 +459,14 @@ class Exchange:
             num_bytes_in=len(request.body),
             num_bytes_out=self._reply.num_bytes,
             predicted_ttft_s=None if chosen is None else chosen.predicted_ttft_s,
+            trace=self._trace,
         )
 
-
-def _attempt(dispatch: Dispatch, now_s: float, failure: str | None) -> Attempt:
-    return Attempt(backend=dispatch.backend.name, dispatched_s=dispatch.at_s, ended_s=now_s, failure=failure)
+    def _attempt(self, dispatch: Dispatch, now_s: float, failure: str | None) -> Attempt:
+        return Attempt(
+            backend=dispatch.backend.name,
+            dispatched_s=dispatch.at_s,
+            ended_s=now_s,
+            failure=failure,
+            span_id=self._span_id,
+        )

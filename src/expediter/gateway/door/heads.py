@@ -7,9 +7,8 @@ from typing import Final
 from expediter.gateway.http.upstream import ResponseHead
 from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, response_head
 
-_TO_BACKEND: Final = frozenset(
-    {b"content-type", b"accept", b"user-agent", b"traceparent", b"tracestate", b"session_id"}
-)
+TRACEPARENT: Final = b"traceparent"
+_TO_BACKEND: Final = frozenset({b"content-type", b"accept", b"user-agent", TRACEPARENT, b"tracestate", b"session_id"})
 _TO_BACKEND_PREFIXES: Final = (b"x-session-", b"openai-", b"anthropic-")
 _TO_CLIENT: Final = frozenset({b"content-type", b"content-encoding", b"retry-after", b"cache-control"})
 _TO_CLIENT_PREFIXES: Final = (b"openai-", b"x-ratelimit-", b"anthropic-")
@@ -17,37 +16,41 @@ OWN_ID: Final = b"x-expediter-request-id"
 """Tells a backend that is an Expediter the door's id of a request, so that both parts of its story can be joined."""
 
 
-def forwarded_headers(
-    request: HttpRequest, request_id: bytes, shown_id: bytes, traceparent: bytes | None = None
-) -> bytes:
+def forwarded_headers(request: HttpRequest, request_id: bytes, shown_id: bytes, *, is_traced: bool) -> bytes:
     """Return what every backend is told with a request, up to the end of the head.
 
     Args:
         request_id: the door's. `shown_id`: the client's own, or the door's.
-        traceparent: to send in place of the client's; None to pass that on.
+        is_traced: each attempt has a span of its own, which stands for the client's as the backend's parent.
     """
     parts: list[bytes] = []
     for name, value in request.headers:
+        if is_traced and name == TRACEPARENT:
+            continue
         if name in _TO_BACKEND or name.startswith(_TO_BACKEND_PREFIXES):
-            if name == b"traceparent" and traceparent is not None:
-                continue
             parts += (name, b": ", value, b"\r\n")
-    if traceparent is not None:
-        parts += (b"traceparent: ", traceparent, b"\r\n")
     parts += (b"x-request-id: ", shown_id, b"\r\n", OWN_ID, b": ", request_id, b"\r\n")
     parts.append(b"content-length: %d\r\n\r\n" % len(request.body))
     return b"".join(parts)
 
 
-def request_line(request: HttpRequest, base_path: str, host: str, authorization: bytes | None) -> bytes:
-    """Return the part of a forwarded head that differs between backends."""
+def request_line(
+    request: HttpRequest, base_path: str, host: str, authorization: bytes | None, traceparent: bytes | None
+) -> bytes:
+    """Return the part of a forwarded head that differs between attempts.
+
+    Args:
+        traceparent: None if no trace is kept.
+    """
     key = b"" if authorization is None else b"authorization: %b\r\n" % authorization
-    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (
+    parent = b"" if traceparent is None else b"traceparent: %b\r\n" % traceparent
+    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b" % (
         request.method.encode("ascii"),
         base_path.encode("ascii"),
         request.target,
         host.encode("ascii"),
         key,
+        parent,
     )
 
 

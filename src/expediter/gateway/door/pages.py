@@ -80,16 +80,15 @@ class Pages:
         }
 
 
-def build_pages(backends: Backends, drain: Drain, routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette:
+def build_app(routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette:
     """Return the application for what is not for a model.
 
     Args:
-        routes: further ones.
-        own_app: gets what is no page of the door; None if there is nobody.
+        own_app: gets what is on none of the routes; None if there is nobody.
     """
     rest = [] if own_app is None else [Mount("", own_app)]
     return Starlette(
-        routes=[*Pages(backends, drain).routes(), *routes, *rest],
+        routes=[*routes, *rest],
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,

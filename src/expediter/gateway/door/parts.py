@@ -17,6 +17,7 @@ from expediter.gateway.door.identity import RequestIds
 from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
 from expediter.gateway.http.upstream import Address, UpstreamPool
+from expediter.telemetry.trace_context import Tracer
 
 CONNECT_TIMEOUT_S: Final = 2.0
 """For a backend to accept a connection; its kernel does that even while it is busy."""
@@ -67,6 +68,7 @@ class DoorParts:
 
     Args:
         own_app: the API of our own replicas, None if there are none.
+        tracer: chooses the ids of spans; None if no traces are kept.
     """
 
     backends: Backends
@@ -77,5 +79,6 @@ class DoorParts:
     budget: RetryBudget
     rng: np.random.Generator
     own_app: ASGIApp | None = None
+    tracer: Tracer | None = None
     pools: Pools = field(default_factory=Pools)
     ids: RequestIds = field(default_factory=RequestIds)

@@ -134,10 +134,10 @@ class HttpRequest:
         return client_request_id(self.headers)
 
 
-def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+def client_request_id(headers: Iterable[tuple[bytes, bytes]], header: bytes = b"x-request-id") -> bytes | None:
     """Return a client's X-Request-Id, if it gave one that may be repeated; it is never used as an id of ours."""
     for name, value in headers:
-        if name == b"x-request-id":
+        if name == header:
             return value if _REQUEST_ID.fullmatch(value) else None
     return None
 
