@@ -105,6 +105,11 @@ def test_every_ordering_of_a_replica_works_here():
         assert is_empty(queue), name
 
 
+def test_the_order_is_that_of_the_replicas_behind_unless_it_is_named():
+    assert QueueConfig().or_ordering("slo").ordering == "slo"
+    assert QueueConfig(ordering="priority").or_ordering("slo").ordering == "priority"
+
+
 def test_a_name_that_is_no_ordering():
     with pytest.raises(ConfigurationError, match="fair_share"):
         QueueConfig(ordering="mine")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live_server import LiveServer, start_fake_server, wait_until
+from live_server import LiveServer, Reply, start_fake_server, wait_until
 
 from expediter.assembly.file_config import load_file_config
 from expediter.control.limits import Limits
@@ -246,6 +249,23 @@ def test_one_tenants_cache_is_closed_to_another(live: LiveServer) -> None:
     assert cached("key-a") > 100
 
 
+def test_one_tenant_cannot_flush_anothers_cache(live: LiveServer) -> None:
+    """SECURITY.md: prompts of several times the pool, that come twice, evict nothing that another uses."""
+    prompt = "a prefix that its owner wants to find again " * 2
+
+    def send(key: str, text: str) -> int:
+        reply = live.complete(text, headers=as_(key), max_tokens=1, model="also-fake")
+        details = reply.json["usage"]["prompt_tokens_details"]
+        return 0 if details is None else int(details["cached_tokens"])
+
+    send("key-a", prompt)
+    for number in range(12):
+        for _ in range(2):
+            send("key-b", f"{number:02}" * 200)  # 25 blocks of the pool's 128 each
+    assert send("key-b", "00" * 200) == 0, "the flood was no larger than the pool"
+    assert send("key-a", prompt) > 60
+
+
 def test_models_are_listed_for_who_may_use_them(live: LiveServer) -> None:
     def listed(key: str) -> list[str]:
         return [entry["id"] for entry in live.get("/v1/models", headers=as_(key)).json["data"]]
@@ -261,3 +281,118 @@ def test_models_are_listed_for_who_may_use_them(live: LiveServer) -> None:
         assert ", fake" not in reply.json["error"]["message"]
     assert live.complete("hi", headers=as_("key-b"), model="also-fake").status == 200
     assert live.complete("hi", headers=as_("key-b")).status == 200  # the first that it may use
+
+
+# -- limits and the queue in front of our own replicas -----------------------------------------------------------------
+
+CROWDED = """
+[tenants.one]
+{one}
+max_concurrent_requests = 1
+[tenants.two]
+{two}
+max_tokens_per_minute = 1000
+[tenants.flood]
+{flood}
+[tenants.calm]
+{calm}
+[queue]
+max_requests = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def crowded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One sequence at a time, 20 ms a token: 64 requests fit into the replica, and 4 more before it."""
+    path = tmp_path_factory.mktemp("config") / "tenants.toml"
+    path.write_text(CROWDED.format(**{name: key_line(f"key-{name}") for name in ("one", "two", "flood", "calm")}))
+    flags = ("--model", "toy", "--step-s", "0.02", "--max-num-seqs", "1", "--num-blocks", "1024")
+    with start_fake_server(model_folder, *flags, "--config", str(path)) as server:
+        server.metrics_headers = as_("key-calm")
+        yield server
+
+
+@contextmanager
+def held(
+    server: LiveServer, key: str, count: int, *, for_another: bool = False, **fields: object
+) -> Iterator[list[http.client.HTTPConnection]]:
+    """Have so many requests open that end with their connections; the server has read each before the next is sent.
+
+    With `for_another` each takes another's place, so that their number does not tell whether it is in.
+    """
+    body = json.dumps({"prompt": "hold", "max_tokens": 2000, "ignore_eos": True, **fields})
+    connections: list[http.client.HTTPConnection] = []
+    before = in_flight(server)
+    try:
+        for _ in range(count):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("POST", "/v1/completions", body, {**as_(key), "Content-Type": "application/json"})
+            connections.append(connection)
+            if not for_another:
+                wait_until(lambda: in_flight(server) == before + len(connections), what="it is in")
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: in_flight(server) <= before, what="all have left")
+
+
+def in_flight(server: LiveServer) -> float:
+    return server.metric("expediter:gateway_requests_in_flight")
+
+
+def error_of(reply: Reply) -> tuple[int, str, str]:
+    error = reply.json["error"]
+    return reply.status, error["type"], error["code"]
+
+
+def test_a_place_is_free_when_its_request_has_gone(crowded: LiveServer) -> None:
+    """Case 39 (litellm #27955), for our own replicas: streams and others, left before their end."""
+    for stream in (True, False):
+        with held(crowded, "key-one", 1, stream=stream):
+            refused = crowded.complete("hi", headers=as_("key-one"))
+            assert error_of(refused) == (429, "concurrency", "rate_limit_exceeded")
+            assert int(refused.headers["retry-after"]) >= 1
+        assert crowded.complete("hi", headers=as_("key-one"), max_tokens=1).status == 200
+
+
+def test_tokens_are_reserved_and_what_was_not_used_comes_back(crowded: LiveServer) -> None:
+    """Case 40 (litellm #18730), for our own replicas, whose usage is exact."""
+    with held(crowded, "key-two", 1, max_tokens=900):
+        refused = crowded.complete("hi", headers=as_("key-two"), max_tokens=500)
+        assert error_of(refused) == (429, "tokens", "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert crowded.complete("hi", headers=as_("key-two"), max_tokens=1).status == 200
+    never = crowded.complete("hi", headers=as_("key-two"), max_tokens=1100)
+    assert error_of(never) == (429, "tokens", "rate_limit_exceeded")
+    assert "retry-after" not in never.headers
+    assert "max_tokens" in never.json["error"]["message"]
+
+
+def test_a_flood_is_turned_away_and_keeps_nobody_else_out(crowded: LiveServer) -> None:
+    """Case 41 (vllm #18826), for our own replicas: a bounded queue, and an answer that says when to come back."""
+    with held(crowded, "key-flood", 68) as flood:
+        for _ in range(3):
+            refused = crowded.complete("hi", headers=as_("key-flood"))
+            assert error_of(refused) == (503, "service_unavailable", "queue_full")
+            assert int(refused.headers["retry-after"]) >= 1
+        with held(crowded, "key-calm", 1, for_another=True):
+            displaced = flood[-1].getresponse()  # the newest of the flood makes room
+            assert displaced.status == 503
+            assert int(displaced.headers["Retry-After"]) >= 1
+            assert in_flight(crowded) == 68
+
+
+def test_who_waits_past_its_deadline_is_never_computed(crowded: LiveServer) -> None:
+    with held(crowded, "key-flood", 66):
+        prompts = crowded.metric("expediter:tenant_prompt_tokens_total", tenant="calm")
+        reply = crowded.complete("hi", headers={**as_("key-calm"), "X-Deadline-Ms": "300"})
+        assert error_of(reply) == (504, "timeout", "deadline_exceeded")
+        assert crowded.metric("expediter:tenant_prompt_tokens_total", tenant="calm") == prompts
+
+
+def test_who_would_rather_be_refused_is_told_before_it_is_late(crowded: LiveServer) -> None:
+    with held(crowded, "key-flood", 66):
+        reply = crowded.complete("hi", headers=as_("key-calm"), refuse_late=True, ttft_ms=300)
+        assert error_of(reply) == (503, "service_unavailable", "late")
+        assert int(reply.headers["retry-after"]) >= 1

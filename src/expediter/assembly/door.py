@@ -92,6 +92,8 @@ class OwnPool:
         app: their API.
         models: names that clients may use for what they serve.
         registry: of their metrics.
+        max_requests: that they have at once, running and waiting; more wait in the central queue.
+        ordering: of their queues; that of the central queue, too, unless the file says another.
         recent: which of their requests a client means by a name.
     """
 
@@ -100,6 +102,8 @@ class OwnPool:
     models: Sequence[str]
     supervisor: Supervisor
     registry: CollectorRegistry
+    max_requests: int
+    ordering: str
     recent: RecentRequests
 
     def seen(self) -> OwnPoolSeen:
@@ -130,7 +134,8 @@ class FrontDoor:
             place=ALONE,
         )
         limits = TenantLimits(tenants.limits)
-        room = WaitingRoom(file.queue, tenants.weights, clock, metrics)
+        queue = file.queue if own is None else file.queue.or_ordering(own.ordering)
+        room = WaitingRoom(queue, tenants.weights, clock, metrics)
         self.door_parts = DoorParts(
             backends=self.backends,
             limits=limits,
@@ -145,7 +150,13 @@ class FrontDoor:
         for backend in config.all_backends:
             self.backends.add(backend)
         if own is not None:
-            self.backends.add_own(own.name, own.models, lambda: own.supervisor.is_ready)
+            self.backends.add_own(
+                own.name,
+                own.models,
+                lambda: own.supervisor.is_ready,
+                up_in_s=own.supervisor.up_in_s,
+                max_requests=own.max_requests,
+            )
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
         app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app)
         self.door = Door(self.door_parts, tenants, drain, app, metrics, self._observing.sinks)

@@ -38,6 +38,8 @@ from expediter.telemetry.step_log import StepLog
 OWN_BACKEND: Final = "own"
 """Name of our own replicas among backends."""
 REPLICA_COMMAND: Final = (sys.executable, "-m", "expediter.assembly.replica")
+_REQUESTS_PER_SEQUENCE: Final = 4
+_MIN_REQUESTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,8 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                     models=config.model_names,
                     supervisor=supervisor,
                     registry=metrics.registry,
+                    max_requests=_max_requests(config, len(hellos)),
+                    ordering=config.preset.policy.ordering,
                     recent=service.recent,
                 )
                 await run_door(config.door, tenants, drain, own, sock, signals, lambda _: announce(line))
@@ -208,6 +212,11 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
         )
         for number in range(config.num_replicas)
     ]
+
+
+def _max_requests(config: ServeConfig, num_replicas: int) -> int:
+    """Return how many requests the replicas have at once: enough waiting ones for their order to have a choice."""
+    return num_replicas * max(_REQUESTS_PER_SEQUENCE * config.preset.scheduler.max_num_seqs, _MIN_REQUESTS)
 
 
 def _num_cores() -> int:

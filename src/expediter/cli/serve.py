@@ -11,7 +11,7 @@ from expediter.cli.sizes import gibibytes
 
 if TYPE_CHECKING:
     from expediter.assembly.file_config import FileConfig
-    from expediter.assembly.observing import PROCESS, ObservingConfig
+    from expediter.assembly.observing import ObservingConfig
     from expediter.assembly.presets import Preset
     from expediter.gateway.backends.config import BackendConfig
 
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """
     # Imported here, so that `expediter --help` and other commands do not load a server, nor a door the engine.
     from expediter.assembly.file_config import load_file_config
+    from expediter.assembly.observing import PROCESS
     from expediter.gateway.backends.config import BackendConfig
     from expediter.telemetry.logging_setup import setup_logging
 

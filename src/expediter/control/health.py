@@ -153,6 +153,11 @@ class FleetHealth:
         member = self._members.get(replica_id)
         return HealthState.EJECTED if member is None else member.state
 
+    def serves(self, replica_id: int) -> bool:
+        """Return whether a replica is up, or only doubted: nothing has been held against it."""
+        member = self._members.get(replica_id)
+        return member is not None and (member.state is HealthState.UP or member.is_doubted)
+
     # ---- what is heard of them
 
     def began(self, replica_id: int) -> bool:

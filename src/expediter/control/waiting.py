@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from expediter.control.draining import Drain, FleetKnowledge, excess_s, is_hopeless
@@ -32,22 +32,26 @@ class QueueConfig:
     """A central queue.
 
     Args:
-        ordering: a name as in `PolicyConfig.ordering`.
+        ordering: a name as in `PolicyConfig.ordering`; None for fair shares.
         max_requests, max_tokens: most that may wait; one request may wait whatever its size.
     Raises:
         ConfigurationError: a bound is negative, or there is no such ordering.
     """
 
-    ordering: str = "fair_share"
+    ordering: str | None = None
     max_requests: int = 1024
     max_tokens: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if self.ordering not in ORDERINGS:
+        if self.ordering is not None and self.ordering not in ORDERINGS:
             raise ConfigurationError(f"no ordering {self.ordering!r}; there are: {', '.join(ORDERINGS)}")
         for name in ("max_requests", "max_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"the queue's {name} must not be negative, not {getattr(self, name)}")
+
+    def or_ordering(self, ordering: str) -> QueueConfig:
+        """Return the same queue, in this order if none is named."""
+        return self if self.ordering is not None else replace(self, ordering=ordering)
 
 
 class QueueFull(NamedTuple):
@@ -121,7 +125,7 @@ class CentralQueue:
         # There is no KV cache here: one empty block answers every question of an ordering with "nothing is cached".
         kv = KVCacheManager(num_blocks=1, block_size=1, max_num_seqs=1, max_model_len=1)
         around = Surroundings(SchedulerConfig(tenant_weights=weights), kv, FleetKnowledge(self._drain))
-        self._ordering = ORDERINGS[self._config.ordering](around)
+        self._ordering = ORDERINGS[self._config.ordering or "fair_share"](around)
         self._queue = WaitingQueue(self._ordering)
 
     def reweigh(self, weights: Mapping[str, float], now_s: float) -> None:

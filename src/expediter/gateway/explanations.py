@@ -84,7 +84,7 @@ class Explanations:
             door_id = self._own.door_id(tenant, name)
             if entries and door_id and not records:  # the name is of a response, or of one sequence of several
                 records = await self._siblings.requests(tenant, door_id)
-                entries = [_begin(record) | entry for record in records[:1] for entry in entries] or entries
+                entries = [_placed(record, entry) for record in records[:1] for entry in entries] or entries
         if not records and not entries:
             return None
         return {"id": name, "gateway": [_told(record) for record in records], "requests": entries}
@@ -100,7 +100,7 @@ class Explanations:
             entries = _entries(await self._ask(last.backend, f"/requests/{record.request_id}"))
         else:
             entries = []
-        return [_begin(record) | entry for entry in entries]
+        return [_placed(record, entry) for entry in entries]
 
     async def own_entries(self, record: ExchangeRecord) -> list[Entry]:
         """Return what the server's own replicas say of a request; nothing if it was not theirs.
@@ -149,12 +149,17 @@ def told_spans(spans: Sequence[Span], origin_s: float) -> list[dict[str, object]
     ]
 
 
-def _begin(record: ExchangeRecord) -> Entry:
-    """Return where the last attempt's entries were, and when they began by the gateway's spans."""
+def _placed(record: ExchangeRecord, entry: Entry) -> Entry:
+    """Return an entry of the last attempt's backend with where it was, and when it began by the gateway's spans.
+
+    An Expediter behind this one says the same of its own backends.
+    """
     if not record.attempts:
-        return {}
-    last = record.attempts[-1]
-    return {"backend": last.backend, "from_s": last.dispatched_s - record.arrived_s}
+        return entry
+    last, inner, inner_s = record.attempts[-1], entry.get("backend"), entry.get("from_s")
+    backend = f"{last.backend}/{inner}" if isinstance(inner, str) else last.backend
+    from_s = last.dispatched_s - record.arrived_s + (inner_s if isinstance(inner_s, float) else 0.0)
+    return {**entry, "backend": backend, "from_s": from_s}
 
 
 def _told(record: ExchangeRecord) -> Entry:

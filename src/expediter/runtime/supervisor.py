@@ -210,6 +210,11 @@ class Supervisor:
         """Whether new requests are taken and a replica serves."""
         return not self._draining and any(replica.state is ReplicaState.UP for replica in self._replicas)
 
+    def up_in_s(self) -> float:
+        """Return in how many seconds a replica is likely to take requests; 0 if one does."""
+        now_s = self._clock.now()
+        return min(replica.up_in_s(now_s) for replica in self._replicas)
+
     @property
     def start_took_s(self) -> float:
         """How long the replicas took to start the last time: what a server that takes this one's place will need."""

@@ -70,16 +70,16 @@ class _RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     path: str
     outcome: str
     status: int
+    attempts: int
+    e2e_s: float
+    prompt_tokens: int
+    output_tokens: int
     error_code: str | None = None
     backend: str | None = None
-    attempts: int = 1
     failures: tuple[str, ...] = ()
     queue_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
-    e2e_s: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
     cached_tokens: int | None = None
     slo_class: str = ""
     slo_met: bool | None = None

@@ -43,7 +43,7 @@ class IndexedCaches:
 
     def cached(self, query: RouteQuery, fleet: Fleet) -> Mapping[int, int]:
         self._follow(fleet)
-        found, num_tokens = self.index.match(self._keys(query)), query.num_prompt_tokens
+        found, num_tokens = self.index.match(self.keys(query.request)), query.num_prompt_tokens
         if found and found[-1][0] == num_tokens:
             found[-1] = num_tokens - 1, found[-1][1]
         return cached_tokens(found)
@@ -52,10 +52,10 @@ class IndexedCaches:
         self._follow(fleet)
         if not fleet.profile(replica_id).caches_prefixes:
             return
-        self.index.record(fleet.slot_of(replica_id), self._keys(query))
+        self.index.record(fleet.slot_of(replica_id), self.keys(query.request))
 
-    def _keys(self, query: RouteQuery) -> list[int]:
-        request = query.request
+    def keys(self, request: Request) -> list[int]:
+        """Return the numbers of a request's prefixes; those of the last one asked for are at hand."""
         if self._asked[0] is not request:
             self._asked = request, self.index.keys(request.prompt, self._salt + request.cache_salt)
         return self._asked[1]
@@ -67,10 +67,12 @@ class IndexedCaches:
         self._generation = fleet.generation
         for slot in range(fleet.num_slots):
             stay = fleet.stay_at(slot)
-            if stay == self._stays.get(slot, 0):
+            before = self._stays.get(slot, 0)
+            if stay == before:
                 continue
             self._stays[slot] = stay
-            self.index.remove(slot)
+            if before:
+                self.index.remove(slot)
             max_tokens = fleet.profile(fleet.id_at(slot)).max_kv_tokens if stay else None
             if max_tokens is not None:
                 self.index.limit(slot, max_tokens)

@@ -41,6 +41,17 @@ class Kind(enum.Enum):
     OTHER = "other"
 
 
+class Counts(NamedTuple):
+    """What some process of this gateway has at a backend."""
+
+    num_requests: int = 0
+    num_pending_tokens: int = 0
+    num_context_tokens: int = 0
+
+
+NOTHING: Final = Counts()
+
+
 @dataclass(slots=True, eq=False)
 class Reported:
     """What a backend's own metrics said when they were last read.
@@ -70,13 +81,16 @@ class Backend:
         max_model_len: longest sequence in tokens that it takes, None if it does not say.
         max_requests: most requests at once; None for no limit.
         max_kv_tokens: tokens that its KV cache holds, None if it does not say.
+        num_cache_tokens: that its KV cache keeps, as its events say, in its own tokens; None if they do not.
         is_draining: it gets no new requests.
         is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
+        up_in_s: when an own pool is likely to take requests if it does not; None for a foreign backend.
         live: its dispatches that have not ended.
         num_pending_tokens: of their prompts, not computed yet and not expected to be cached.
         num_context_tokens: of all their prompts.
         num_answered: of them, those whose prompt is computed.
         progress_s: when it last sent anything of a response, or was first sent something after being idle.
+        elsewhere: what the other processes of this gateway have there.
         reported: what its metrics said, if that is not too old.
         outcomes: dispatches that have ended, by how.
     """
@@ -91,13 +105,16 @@ class Backend:
     max_model_len: int | None = None
     max_requests: int | None = None
     max_kv_tokens: int | None = None
+    num_cache_tokens: int | None = None
     is_draining: bool = False
     is_ready: Callable[[], bool] | None = None
+    up_in_s: Callable[[], float] | None = None
     live: set[Dispatch] = field(default_factory=set)
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     num_answered: int = 0
     progress_s: float = _NEVER
+    elsewhere: Counts = NOTHING
     reported: Reported | None = None
     num_dispatched: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -108,12 +125,17 @@ class Backend:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were dispatched to it and have not ended."""
-        return len(self.live)
+        """Requests that were dispatched to it, by any process of this gateway, and have not ended."""
+        return len(self.live) + self.elsewhere.num_requests
 
     @property
     def has_room(self) -> bool:
-        return self.max_requests is None or len(self.live) < self.max_requests
+        return self.max_requests is None or self.num_in_flight < self.max_requests
+
+    @property
+    def counts(self) -> Counts:
+        """What this process has there."""
+        return Counts(len(self.live), self.num_pending_tokens, self.num_context_tokens)
 
     @property
     def takes_requests(self) -> bool:
@@ -122,9 +144,9 @@ class Backend:
 
     def queue_s(self, speed: Speed) -> float:
         """Return how long it takes until a new prompt's turn comes."""
-        num_waiting = len(self.live) - self.num_answered
-        num_context = self.num_context_tokens - self.num_pending_tokens
-        return speed.queue_s(self.num_pending_tokens, num_waiting, self.num_answered, num_context)
+        num_pending = self.num_pending_tokens + self.elsewhere.num_pending_tokens
+        num_context = self.num_context_tokens + self.elsewhere.num_context_tokens - num_pending
+        return speed.queue_s(num_pending, self.num_in_flight - self.num_answered, self.num_answered, num_context)
 
     def heard_s(self) -> float:
         """Return when anything of a response last came from it, or when it was first sent something after idling."""
@@ -134,11 +156,12 @@ class Backend:
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""
         others = 0 if self.reported is None else self.reported.num_others
+        elsewhere = self.elsewhere
         return ReplicaSnapshot(
             replica_id=self.replica_id,
-            num_requests=len(self.live) + others,
-            num_pending_tokens=self.num_pending_tokens,
-            num_context_tokens=self.num_context_tokens,
+            num_requests=len(self.live) + elsewhere.num_requests + others,
+            num_pending_tokens=self.num_pending_tokens + elsewhere.num_pending_tokens,
+            num_context_tokens=self.num_context_tokens + elsewhere.num_context_tokens,
             num_running=self.num_answered + others,
         )
 
@@ -151,6 +174,7 @@ class BackendStatus:
         state: "up", "ejected", "probing", "draining", or "unknown" as long as it serves no model that we know of.
         reported_age_s: of its own figures, None if there are none that count; the next three are None with it.
         speed: as learned, None before that.
+        num_cache_tokens: that its KV cache keeps, as its events say; None if they do not.
         num_known_tokens: prompt tokens, as the door counts them, that it is taken to hold.
         outcomes: dispatches that have ended, by how.
     """
@@ -170,6 +194,7 @@ class BackendStatus:
     num_waiting: int | None
     kv_use: float | None
     speed: Speed | None
+    num_cache_tokens: int | None
     num_known_tokens: int
     num_dispatched: int
     outcomes: Mapping[str, int]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from importlib.util import find_spec
+from typing import Final, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from expediter.control.fleet import Fleet, ReplicaProfile
-from expediter.control.health import Failure, FleetHealth, HealthConfig, HealthState
+from expediter.control.health import Failure, FleetHealth, HealthConfig
 from expediter.control.learning import Answer, LearnedTtft, hopeful
 from expediter.control.routing.base import Candidate, Refusal, RouteQuery, Router
 from expediter.control.routing.build import RoutingConfig, make_router
@@ -23,7 +25,17 @@ from expediter.control.speed import Speed
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Backend, BackendStatus, Chosen, Dispatch, Ending, Kind, Reported, Usage
+from expediter.gateway.backends.backend import (
+    Backend,
+    BackendStatus,
+    Chosen,
+    Counts,
+    Dispatch,
+    Ending,
+    Kind,
+    Reported,
+    Usage,
+)
 from expediter.gateway.backends.config import Address, BackendConfig
 from expediter.telemetry.exchanges import BackendEvents
 
@@ -31,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True, index_block_tokens=128)
 """Of a server with backends."""
+_MAX_TOLD_KEYS: Final = 900
+"""A longer prompt's beginning will do: a message between processes has to fit into a datagram of 8 KiB."""
 _OWN_ADDRESS: Final = Address("localhost", 0)
 
 
@@ -49,12 +63,25 @@ class NobodyUp(NamedTuple):
     message: str = "no backend is up"
 
 
+class SharedLoads(Protocol):
+    """What the processes of one gateway tell each other of their dispatches."""
+
+    def publish(self, name: str, counts: Counts) -> None:
+        """Say what this process has at a backend."""
+        ...
+
+    def others(self, name: str) -> Counts:
+        """Return what all other processes have there."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
     """Who serves one model."""
 
     fleet: Fleet
     router: Router
+    caches: IndexedCaches | None
     members: dict[int, Backend] = field(default_factory=dict)
     has_own: bool = False
     num_paused: int = 0
@@ -62,10 +89,19 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """What is kept of a backend.
+
+    Attributes:
+        slot: its place in fleets and in the index.
+        learned_s: when its speed was last heard of.
+        tokens_ratio: tokens of prompts as the door counts them for each one of its own, smoothed.
+    """
+
     backend: Backend
     slot: int
     learned: LearnedTtft = field(default_factory=LearnedTtft)
     learned_s: float = 0.0
+    tokens_ratio: float = 1.0
     profile: ReplicaProfile = field(default_factory=ReplicaProfile)
 
 
@@ -84,11 +120,14 @@ class Backends:
         routing: of every model.
         environment: where backends' keys are, by the names in their configurations.
         events: hears of ejections and probes.
+        shared: with the other processes of this gateway; None if it is the only one.
         seed: of jitter.
     Attributes:
         on_room: called when a backend takes requests again that did not: it had no room, or was not up.
         on_ejected: called when a backend is ejected that was in use; what waits there for its first byte may be sent
             elsewhere.
+        on_placed: called at each dispatch with a message for `placed_elsewhere` of the other processes; None if there
+            are none.
         on_gone: called when a backend is removed; who keeps connections to it closes those that are idle.
     """
 
@@ -100,17 +139,20 @@ class Backends:
         health: HealthConfig | None = None,
         environment: Mapping[str, str] | None = None,
         events: BackendEvents | None = None,
+        shared: SharedLoads | None = None,
         seed: int = 0,
     ) -> None:
         self.on_room: Callable[[], None] = _nothing
         self.on_ejected: Callable[[Backend], None] = _nobody
         self.on_gone: Callable[[Backend], None] = _nobody
+        self.on_placed: Callable[[bytes], None] | None = None
         self.health = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
         self._clock = clock
         self._routing = routing
         self._index = routing.index()
         self._environment = environment or {}
         self._events = events
+        self._shared = shared
         self._entries: dict[int, _Entry] = {}
         self._groups: dict[str, _Group] = {}
         self._next_id = 0
@@ -135,8 +177,11 @@ class Backends:
         """Take a backend in. It gets requests as soon as its models are known, at once if the configuration says them.
 
         Raises:
-            ConfigurationError: its name is taken, or the variable with its key is not set.
+            ConfigurationError: its name is taken, the variable with its key is not set, or what its KV events need is
+                not installed.
         """
+        if config.kv_events and find_spec("zmq") is None:
+            raise ConfigurationError(f"backend {config.url!r}: kv_events needs pip install 'expediter[kv-events]'")
         authorization = None
         if config.api_key_env:
             key = self._environment.get(config.api_key_env, "")
@@ -148,14 +193,25 @@ class Backends:
         self.serves(backend, config.models)
         return backend
 
-    def add_own(self, name: str, models: Iterable[str], is_ready: Callable[[], bool]) -> Backend:
+    def add_own(
+        self,
+        name: str,
+        models: Iterable[str],
+        is_ready: Callable[[], bool],
+        *,
+        up_in_s: Callable[[], float] | None = None,
+        max_requests: int | None = None,
+    ) -> Backend:
         """Take in the pool of our own replicas, which counts as one backend and is never ejected.
 
         Args:
             is_ready: whether it takes requests.
+            up_in_s: when it is likely to take some if it does not.
+            max_requests: most at once; None for no limit.
         """
         backend = self._enter(BackendConfig(url="unix:/own"), name, _OWN_ADDRESS)
-        backend.kind, backend.is_ready = Kind.OWN, is_ready
+        backend.kind, backend.is_ready, backend.up_in_s = Kind.OWN, is_ready, up_in_s
+        backend.max_requests = max_requests
         self.serves(backend, tuple(models))
         return backend
 
@@ -169,7 +225,9 @@ class Backends:
         backend.is_draining = True
         self.serves(backend, ())
         self.health.leave(backend.replica_id)
-        if self._entries.pop(backend.replica_id, None) is not None:
+        entry = self._entries.pop(backend.replica_id, None)
+        if entry is not None:
+            self._index.remove(entry.slot)
             self.on_gone(backend)
 
     def serves(self, backend: Backend, models: tuple[str, ...]) -> None:
@@ -186,7 +244,7 @@ class Backends:
             group = self._groups.get(model)
             if group is None:
                 caches = None if self._routing.prefix_knowledge == "exact" else IndexedCaches(self._index, model)
-                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches))
+                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches), caches)
             group.fleet.join(backend.replica_id, backend.snapshot, entry.profile, entry.slot)
             group.members[backend.replica_id] = backend
             group.has_own = group.has_own or backend.is_own
@@ -206,6 +264,13 @@ class Backends:
         """Say what a backend's metrics said, or None that they are too old to count."""
         backend.reported = reported
         self._mark(backend)
+
+    def holds(self, backend: Backend, num_tokens: int, *, has_dropped: bool) -> None:
+        """Say what a backend's cache holds, in its own tokens; once it drops something, it holds no more than that."""
+        entry = self._entries.get(backend.replica_id)
+        backend.num_cache_tokens = num_tokens
+        if entry is not None and has_dropped:
+            self._index.limit(entry.slot, round(num_tokens * entry.tokens_ratio))
 
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
@@ -230,6 +295,8 @@ class Backends:
         group = self._groups.get(model)
         if group is None:
             return NobodyUp(1.0, "no backend serves this model")
+        if self._shared is not None:
+            self.look_around()
         if group.num_paused or self.health.num_out or excluded or group.has_own:
             self._sync(group, excluded)
         decision = group.router.route(RouteQuery(request, now_s), group.fleet)
@@ -269,9 +336,46 @@ class Backends:
         backend.num_context_tokens += num_tokens
         for model in backend.models:
             self._groups[model].fleet.dispatched(backend.replica_id)
+        if self._shared is not None:
+            self._shared.publish(backend.name, backend.counts)
+        if self.on_placed is not None:
+            self._say_placed(chosen, request)
         if not backend.has_room:
             self._sync_all(backend)
         return dispatch
+
+    def look_around(self) -> None:
+        """See what the other processes have dispatched and ended since the last look."""
+        if self._shared is None:
+            return
+        for entry in self._entries.values():
+            backend = entry.backend
+            counts = self._shared.others(backend.name)
+            if counts != backend.elsewhere:
+                had_room, backend.elsewhere = backend.has_room, counts
+                self._mark(backend)
+                if backend.has_room != had_room:
+                    self._sync_all(backend)
+                    if not had_room:
+                        self.on_room()
+
+    def placed_elsewhere(self, message: bytes) -> None:
+        """Note where another process has sent a prompt; what is no such message changes nothing."""
+        try:
+            model, name, raw = msgspec.msgpack.decode(message, type=tuple[str, str, bytes])
+            keys = np.frombuffer(raw, "<u8").tolist()
+        except (msgspec.DecodeError, ValueError):
+            return
+        backend = self.named(name)
+        if backend is not None and model in backend.models:
+            self._index.record(self._entries[backend.replica_id].slot, keys)
+
+    def _say_placed(self, chosen: Chosen, request: Request) -> None:
+        caches = self._groups[chosen.model].caches
+        keys = [] if caches is None else caches.keys(request)[:_MAX_TOLD_KEYS]
+        if keys and self.on_placed is not None:
+            told = (chosen.model, chosen.backend.name, np.array(keys, "<u8").tobytes())
+            self.on_placed(msgspec.msgpack.encode(told))
 
     def answered(self, dispatch: Dispatch, now_s: float) -> None:
         """Hear of a dispatch's first byte; called by the dispatch."""
@@ -291,7 +395,7 @@ class Backends:
             backend.num_answered -= 1
         else:
             backend.num_pending_tokens -= dispatch.num_new
-        self._mark(backend)
+        self._changed(backend)
         if (
             dispatch.is_trial
             and self._events is not None
@@ -321,7 +425,7 @@ class Backends:
             dispatch.is_settled = True
             dispatch.backend.num_pending_tokens -= dispatch.num_new
             dispatch.backend.num_answered += 1
-            self._mark(dispatch.backend)
+            self._changed(dispatch.backend)
 
     def settle_expected(self, now_s: float) -> None:
         """Settle what must have been computed by now where the first byte comes with the last."""
@@ -359,7 +463,7 @@ class Backends:
 
     def probed(self, backend: Backend, failure: Failure | None, now_s: float) -> None:
         """Hear how a probe of a backend went."""
-        is_trial = self.health.state(backend.replica_id) is HealthState.PROBING
+        is_trial = not self.health.serves(backend.replica_id)
         if is_trial and self._events is not None:
             self._events.probed(backend.name, succeeded=failure is None)
         if failure is None:
@@ -381,10 +485,11 @@ class Backends:
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
-        was_out = self.health.num_out
+        was_out, did_serve = self.health.num_out, self.health.serves(backend.replica_id)
         tell(backend.replica_id, now_s)
-        if was_out and self.health.state(backend.replica_id) is HealthState.UP and self.health.num_out < was_out:
-            logger.info("backend %s is up again", backend.name)
+        if self.health.num_out < was_out:
+            if not did_serve:
+                logger.info("backend %s is up again", backend.name)
             self._sync_all(backend)
             self.on_room()
 
@@ -415,7 +520,8 @@ class Backends:
         full = (each for each, backend in group.members.items() if each in usable and not backend.has_room)
         if any(each not in excluded for each in full):
             return Busy()
-        return NobodyUp(1.0)
+        waits_s = (backend.up_in_s() for backend in group.members.values() if backend.up_in_s is not None)
+        return NobodyUp(min(waits_s, default=1.0))
 
     def _leave(self, model: str, backend: Backend) -> None:
         group = self._groups[model]
@@ -424,6 +530,12 @@ class Backends:
         group.has_own = any(member.is_own for member in group.members.values())
         if not group.members:
             del self._groups[model]
+
+    def _changed(self, backend: Backend) -> None:
+        """Say that what we have at a backend has changed."""
+        self._mark(backend)
+        if self._shared is not None:
+            self._shared.publish(backend.name, backend.counts)
 
     def _mark(self, backend: Backend) -> None:
         for model in backend.models:
@@ -436,6 +548,8 @@ class Backends:
             return
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
+            if usage.num_prompt_tokens > 0:
+                entry.tokens_ratio += 0.05 * (dispatch.num_tokens / usage.num_prompt_tokens - entry.tokens_ratio)
             if usage.num_cached_tokens is not None and usage.num_prompt_tokens > 0:
                 share = 1 - min(1.0, usage.num_cached_tokens / usage.num_prompt_tokens)
                 num_new = round(dispatch.num_tokens * share)
@@ -502,6 +616,7 @@ class Backends:
             num_waiting=None if reported is None else reported.num_waiting,
             kv_use=None if reported is None else reported.kv_use,
             speed=entry.profile.speed if entry.profile.speed.is_known else None,
+            num_cache_tokens=backend.num_cache_tokens,
             num_known_tokens=self._index.num_held_tokens(entry.slot),
             num_dispatched=backend.num_dispatched,
             outcomes=dict(backend.outcomes),
@@ -514,4 +629,4 @@ class Backends:
             return "unknown"
         if backend.is_ready is not None:
             return "up" if backend.is_ready() else "ejected"
-        return self.health.state(backend.replica_id).value
+        return "up" if self.health.serves(backend.replica_id) else self.health.state(backend.replica_id).value

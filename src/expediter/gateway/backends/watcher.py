@@ -25,6 +25,7 @@ from expediter.gateway.backends.registry import Backends
 logger = logging.getLogger(__name__)
 
 _UNREACHED: Final = (aiohttp.ClientError, OSError, TimeoutError, ReplicaError)
+_MAX_PATIENCE: Final = 8.0
 _NUM_AGREEING: Final = 3
 """Pages of metrics in a row that must show requests of others: in one alone they may be ours, just ended or begun."""
 
@@ -58,9 +59,10 @@ class WatchConfig:
 @dataclass(slots=True, eq=False)
 class _Watched:
     asker: Asker
-    task: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
     doubted_s: float = 0.0
+    patience_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
     is_complained_of: bool = False
 
@@ -83,7 +85,7 @@ class Watcher:
 
     async def stop(self) -> None:
         """End; nothing runs on."""
-        tasks = [*self._tasks, *(each.task for each in self._watched.values() if each.task is not None)]
+        tasks = [*self._tasks, *(task for each in self._watched.values() for task in each.tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -191,10 +193,13 @@ class Watcher:
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 
     def _doubt_if_silent(self, backend: Backend, now_s: float) -> None:
-        watched = self._watched[backend.replica_id]
-        heard_s = max(backend.heard_s(), watched.doubted_s)
-        if backend.live and now_s > heard_s + self._config.silent_s:
+        watched, heard_s = self._watched[backend.replica_id], backend.heard_s()
+        if heard_s > watched.doubted_s:
+            watched.patience_s = self._config.silent_s
+        if backend.live and now_s > max(heard_s, watched.doubted_s) + watched.patience_s:
             watched.doubted_s = now_s
+            # It may compute a long prompt, or send a plain response at its end: asked twice as late the next time.
+            watched.patience_s = min(2 * watched.patience_s, _MAX_PATIENCE * self._config.silent_s)
             self._backends.doubt(backend, now_s)
 
     def _follow(self) -> None:
@@ -205,12 +210,16 @@ class Watcher:
         for replica_id, backend in here.items():
             if replica_id not in self._watched:
                 self._watched[replica_id] = watched = _Watched(Asker(backend))
-                watched.task = asyncio.create_task(self._look_after(backend, watched))
+                watched.tasks.append(asyncio.create_task(self._look_after(backend, watched)))
+                if backend.config.kv_events:
+                    from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
+
+                    watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
 
     async def _leave(self, watched: _Watched) -> None:
-        if watched.task is not None:
-            watched.task.cancel()
-            await asyncio.gather(watched.task, return_exceptions=True)
+        for task in watched.tasks:
+            task.cancel()
+        await asyncio.gather(*watched.tasks, return_exceptions=True)
         await watched.asker.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
