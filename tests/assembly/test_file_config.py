@@ -1,14 +1,17 @@
 """The configuration file: what it may say, and an error with the file's name for the rest."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from expediter.assembly.file_config import FileConfig, load_file_config
+from expediter.control.health import HealthConfig
 from expediter.control.limits import Limits
 from expediter.control.waiting import QueueConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import Slo, SloClass, parse_slo
+from expediter.gateway.backends.registry import DEFAULT_ROUTING
 from expediter.gateway.tenants import TenantConfig
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -58,6 +61,20 @@ def test_tenants_and_queue(tmp_path):
     }
     assert made.anonymous == TenantConfig(limits=Limits(max_concurrent_requests=1))
     assert made.queue == QueueConfig(ordering="priority", max_requests=3)
+    assert made.weights == {"alice": 2.0, "": 1.0}
+
+
+def test_routing_and_health_of_backends(tmp_path):
+    made = load_file_config(write(tmp_path, "[routing]\nindex_max_bytes = 99999\n[health]\nmax_ejected_share = 0.5\n"))
+    assert made.routing == replace(DEFAULT_ROUTING, index_max_bytes=99999)
+    assert made.health == HealthConfig(max_ejected_share=0.5)
+    assert FileConfig().routing == DEFAULT_ROUTING
+
+
+def test_the_doors_table_holds_fields_of_several_parts(tmp_path):
+    text = "[door]\nmax_body_bytes = 5\nmin_progress_s = 1\nmax_attempts = 2\n"
+    made = load_file_config(write(tmp_path, text)).door
+    assert (made.http.max_body_bytes, made.patience.min_progress_s, made.retry.max_attempts) == (5, 1.0, 2)
 
 
 def test_the_examples_of_the_documentation():
@@ -84,6 +101,15 @@ def test_the_examples_of_the_documentation():
         ("[anonymous]\nkey_hashes = []", "key_hashes"),
         ('[queue]\nordering = "fast"', "fair_share"),
         ("[queue]\nmax_tokens = -1", "negative"),
+        ("[queue]\nmax_requests = 1.5", r"\[queue\].*int"),
+        ("[routing]\nindex_bytes = 3", r"\[routing\] has no 'index_bytes'; .*index_max_bytes"),
+        ('[routing]\nname = "best"', "predicted_ttft"),
+        ('[routing]\nkeep_sessions = "yes"', "bool"),
+        ("[health]\njitter = 2", "jitter"),
+        ("[door]\nfactor = 2", "factor"),
+        ("[door]\nmax_attempts = 0", "max_attempts"),
+        ("[[backends]]\nname = 'x'", "url"),
+        ("[[backends]]\nurl = 3", "str"),
         ("nonsense", "it.toml"),
     ],
 )

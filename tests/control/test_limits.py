@@ -107,6 +107,16 @@ def test_ending_twice_does_nothing_the_second_time():
     assert limits.usage("a") == Usage(1, 20, 0)
 
 
+def test_a_look_counts_nothing():
+    limits = book(max_requests_per_minute=1, max_tokens_per_minute=10)
+    for _ in range(3):
+        assert limits.refusal("a", 0.0) is None
+    taken(limits.reserve("a", 10, 0.0))
+    assert limits.refusal("a", 0.0) == Exceeded(Limit.REQUESTS, 60.0)
+    assert limits.refusal("b", 0.0) is None
+    assert limits.usage("a") == Usage(1, 10, 1)
+
+
 def test_tenants_are_apart_and_who_is_not_named_has_no_limits():
     limits = TenantLimits({"a": Limits(max_requests_per_minute=1), "b": Limits(max_requests_per_minute=1)})
     taken(limits.reserve("a", 1, 0.0))

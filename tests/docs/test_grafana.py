@@ -90,3 +90,10 @@ def test_prometheus_takes_it(tmp_path: Path) -> None:
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", str(file)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_metric_of_the_gateway_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observe.md").read_text()
+    names = [f"{family.name}_total" if family.kind == "counter" else family.name for family in COUNTED]
+    for name in (*names, BACKEND_STATE, *BACKEND_GAUGES):
+        assert f"`{name}`" in page, name

@@ -126,6 +126,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def grammar_workers(pid: int) -> list[int]:
+    """Live processes that compile grammars for this one."""
+    pids = [child for child in children_of(pid) if is_alive(child)]
+    return [child for child in pids if b"grammar_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10, what: str = "condition") -> float:
     """Return how long it took; fail the test if it takes too long."""
     started_s = time.monotonic()

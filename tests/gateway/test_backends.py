@@ -1,12 +1,16 @@
 """The registry of backends: counts are exact, nobody who may not gets a request, and nobody is locked out."""
 
+import tomllib
 from collections import Counter, deque
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from expediter.control.health import Failure
+from expediter.assembly.file_config import load_file_config
+from expediter.control.health import Failure, HealthConfig
+from expediter.control.retry import RetryConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
 from expediter.gateway.backends.backend import Chosen, Usage
@@ -204,7 +208,7 @@ def test_the_speed_of_a_backend_is_learned_and_predicts():
         taken_s = 0.02 + speeds[dispatch.backend.name] * (dispatch.num_ahead + dispatch.num_new)
         dispatch.first_byte(door.clock.now_s + taken_s)
         dispatch.ended(Outcome.OK, door.clock.now_s + taken_s, Usage(100, 10, 0))
-        door.clock.now_s += 5.0
+        door.clock.now_s += 0.05
     learned = {each.name: each.speed for each in door.backends.status()}
     for name, token_s in speeds.items():
         assert learned[name].token_s == pytest.approx(token_s, rel=0.05)
@@ -273,6 +277,20 @@ def test_twenty_thousand_long_prompts_stay_within_the_bound():
     assert used[-1] > 3 << 20  # the bound was reached, or this would say nothing
 
 
+def test_equal_backends_have_equal_speeds_and_new_prompts_alternate():
+    door, rng, sent = Door(2), np.random.default_rng(0), []
+    for number in range(300):
+        dispatch = door.send(prompt(int(rng.integers(100, 4000)), first=number * 10_000))
+        taken_s = (0.02 + 1e-4 * dispatch.num_new) * rng.uniform(0.8, 1.2)
+        dispatch.first_byte(door.clock.now_s + taken_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s + taken_s, Usage(100, 10, 0))
+        door.clock.now_s += 0.05
+        sent.append(dispatch.backend.name)
+    one, two = (each.speed for each in door.backends.status())
+    assert one == two
+    assert 140 <= sent.count("b0") <= 160
+
+
 def test_a_session_stays_where_it_is_until_that_has_more_than_its_share():
     door = Door()
     first = door.send(prompt(first=0, session="s"))
@@ -301,7 +319,7 @@ def test_the_slow_one_is_tried_again_when_it_may_have_recovered():
 
     assert all(chosen(number) is not slow for number in range(20))
     door.clock.now_s += 600.0
-    door.backends.hope(door.clock.now_s)
+    door.backends.look_at_the_clock(door.clock.now_s)
     assert any(chosen(number) is slow for number in range(20, 40))
 
 
@@ -311,7 +329,7 @@ def test_a_plain_response_counts_as_computed_when_it_should_be():
     dispatch = door.send(prompt(5000, first=-20_000), is_stream=False)
     backend = dispatch.backend
     assert backend.num_pending_tokens == dispatch.num_new
-    door.backends.settle_expected(door.clock.now_s + 10.0)
+    door.backends.look_at_the_clock(door.clock.now_s + 10.0)
     assert (backend.num_pending_tokens, backend.num_answered) == (0, 1)
     dispatch.ended(Outcome.OK, door.clock.now_s + 20.0)
     assert (backend.num_pending_tokens, backend.num_answered) == (0, 0)
@@ -323,3 +341,12 @@ def test_a_backend_whose_process_went_away_has_lost_its_cache():
     assert door.backends.status()[0].num_known_tokens
     door.fail("b0", Failure.CONNECT)
     assert not door.backends.status()[0].num_known_tokens
+
+
+def test_the_example_has_every_field_and_the_defaults():
+    path = Path(__file__).parents[2] / "docs/examples/backends.toml"
+    config = load_file_config(path)
+    assert (config.routing, config.health, config.door.retry) == (DEFAULT_ROUTING, HealthConfig(), RetryConfig())
+    assert [each.shown_name for each in config.backends] == ["left", "right"]
+    shown = tomllib.loads(path.read_text())["backends"][1]
+    assert {*shown, "tokenizer"} == {field.name for field in fields(BackendConfig)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_server import children_of, is_alive
+from live_server import grammar_workers
 
 from expediter.core.errors import CapacityError, ConfigurationError
 from expediter.core.request import MAX_GRAMMAR_BYTES
@@ -64,7 +64,7 @@ def test_what_compiles_comes_back_as_text_for_replicas(model_folder: Path) -> No
 
 def test_one_that_never_compiles_fails_alone(model_folder: Path) -> None:
     async def work(grammars: Grammars) -> None:
-        await grammars.compile(GOOD)
+        await asyncio.gather(grammars.compile(GOOD), grammars.compile(GrammarSpec("regex", "both workers run", "s")))
         endless = asyncio.create_task(refusal(grammars, ENDLESS))
         others = [GrammarSpec("regex", f"x{{{n}}}", "s") for n in range(1, 20)]
         await asyncio.gather(*map(grammars.compile, others))
@@ -72,10 +72,10 @@ def test_one_that_never_compiles_fails_alone(model_folder: Path) -> None:
         assert "did not compile within" in (await endless).message
         assert "did not compile within" in (await refusal(grammars, ENDLESS)).message
         await grammars.compile(GrammarSpec("regex", "after", "s"))
-        assert len(grammar_workers()) <= 2
+        assert len(grammar_workers(os.getpid())) <= 2
 
-    with_grammars(model_folder, work, deadline_s=1.0)
-    assert not grammar_workers()
+    with_grammars(model_folder, work, deadline_s=4.0)
+    assert not grammar_workers(os.getpid())
 
 
 def test_the_same_grammar_is_compiled_once_for_all_who_wait(model_folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_same_grammar_is_compiled_once_for_all_who_wait(model_folder: Path) 
         waits[0].cancel()
         texts = {(await wait).text for wait in waits[1:]}
         assert len(texts) == 1
-        assert len(grammar_workers()) == 1
+        assert len(grammar_workers(os.getpid())) == 1
 
     with_grammars(model_folder, work)
 
@@ -102,7 +102,7 @@ def test_too_many_that_wait_are_refused(model_folder: Path) -> None:
 def test_a_worker_that_dies_is_replaced(model_folder: Path) -> None:
     async def work(grammars: Grammars) -> None:
         await grammars.compile(GOOD)
-        (pid,) = grammar_workers()
+        (pid,) = grammar_workers(os.getpid())
         os.kill(pid, signal.SIGKILL)
         assert "too complex" in (await refusal(grammars, GrammarSpec("regex", "b", "s"))).message
         await grammars.compile(GrammarSpec("regex", "c", "s"))
@@ -137,12 +137,6 @@ def test_what_cannot_be_used_is_named(model_folder: Path, spec: GrammarSpec, wor
     assert words in error.message
     assert len(error.message) < 400
     assert str(model_folder) not in error.message
-
-
-def grammar_workers() -> list[int]:
-    """Live workers of this process."""
-    pids = [pid for pid in children_of(os.getpid()) if is_alive(pid)]
-    return [pid for pid in pids if b"grammar_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 CHAT = msgspec.json.Decoder(ChatBody)

@@ -22,11 +22,12 @@ from expediter.gateway.tenants import hash_of
 
 KEY, OTHER_KEY, BACKEND_KEY = "sk-door-0123456789", "sk-other-0123456789", "sk-behind-0123456789"
 PROMPT = "the prompt that nobody may read elsewhere"
-ALICE, BOB = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {OTHER_KEY}"}
+ALICE, BOB, CAROL = ({"Authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY, "sk-carol-0123456789"))
 CLIENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TENANTS = "".join(
     f'[tenants.{name}]\nkey_hashes = ["{hash_of(key)}"]\n' for name, key in (("alice", KEY), ("bob", OTHER_KEY))
 )
+TENANTS += f'[tenants.carol]\nkey_hashes = ["{hash_of("sk-carol-0123456789")}"]\nmax_requests_per_minute = 1\n'
 
 
 @contextmanager
@@ -176,6 +177,16 @@ def test_a_line_per_request_and_no_secret_anywhere(chain: Chain) -> None:
     for secret in (KEY, OTHER_KEY, BACKEND_KEY, PROMPT, hash_of(KEY)):
         for text in written:
             assert secret.encode() not in text, secret
+
+
+def test_limits_and_keys_are_counted_by_kind(chain: Chain) -> None:
+    unauthorized = chain.door.complete(PROMPT, headers={"Authorization": "Bearer nobody's"})
+    assert unauthorized.status == 401
+    refused = [chain.door.complete("x", headers=CAROL, model="fake", max_tokens=2).status for _ in range(3)]
+    assert 429 in refused
+    chain.door.metrics_headers = CAROL
+    assert chain.door.metric("expediter:gateway_limited_total", tenant="carol", limit="requests") == refused.count(429)
+    assert chain.door.metric("expediter:gateway_unauthorized_total") >= 1
 
 
 def test_the_trace_goes_through(chain: Chain) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from live_server import LiveServer, start_process
@@ -76,3 +81,74 @@ def test_steps_are_logged_for_fitting(smollm2: LiveServer, client: openai.OpenAI
     assert [step["sequence"] for step in steps] == list(range(len(steps)))
     assert smollm2.get(f"/steps?since={len(steps) - 1}").json["steps"] == steps[-1:]
     assert smollm2.get("/steps?since=x").status == 400
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city": {"enum": ["Paris", "Rome", "Berlin"]},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+
+def test_outputs_follow_a_schema(client: openai.OpenAI) -> None:
+    """Three sequences of one prompt beside a free request, streamed and not: valid JSON, and nothing else changes."""
+    question = [{"role": "user", "content": "Invent a person."}]
+    fields: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": question, "temperature": 0.9, "seed": 3, "n": 3}
+    free = client.chat.completions.create(model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+    with ThreadPoolExecutor() as threads:
+        beside = threads.submit(
+            client.chat.completions.create, model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=24
+        )
+        answer = client.chat.completions.create(**fields, max_tokens=120, response_format=PERSON_FORMAT)
+    assert beside.result().choices[0].message.content == free.choices[0].message.content
+    texts = [choice.message.content or "" for choice in answer.choices]
+    for choice, text in zip(answer.choices, texts, strict=True):
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(texts)) > 1
+    streamed = [""] * 3
+    for chunk in client.chat.completions.create(**fields, max_tokens=120, response_format=PERSON_FORMAT, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_match"),
+    [
+        ({"choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
+        ({"regex": "[0-9]{3}-[0-9]{4}"}, lambda text: re.fullmatch("[0-9]{3}-[0-9]{4}", text)),
+        ({"grammar": 'root ::= "SELECT " column " FROM t"\ncolumn ::= "a" | "b"'}, lambda text: text[-7:] == " FROM t"),
+        ({"json": PERSON}, lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+    ],
+)
+def test_outputs_follow_vllms_kinds(client: openai.OpenAI, wanted: dict[str, Any], is_match: Any) -> None:
+    answer = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": "Answer, please."}],
+        max_tokens=120,
+        seed=1,
+        extra_body={"structured_outputs": wanted},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert is_match(answer.choices[0].message.content)
+
+
+def test_any_json_object_and_one_that_is_cut_short(client: openai.OpenAI) -> None:
+    ask = {
+        "model": DEFAULT_MODEL,
+        "messages": [{"role": "user", "content": "Describe Paris as JSON."}],
+        "temperature": 0,
+    }
+    cut = client.chat.completions.create(**ask, max_tokens=4, response_format={"type": "json_object"})
+    assert cut.choices[0].finish_reason == "length"
+    assert (cut.choices[0].message.content or "").startswith("{")
+    whole = client.chat.completions.create(**ask, max_tokens=60, response_format={"type": "json_object"})
+    assert whole.choices[0].finish_reason == "stop"
+    assert isinstance(json.loads(whole.choices[0].message.content or ""), dict)

@@ -6,13 +6,16 @@ The replicas say the prompt again whatever the grammar; `fake_replica.EchoExecut
 from __future__ import annotations
 
 import http.client
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import LiveServer, Reply
+from live_server import LiveServer, Reply, grammar_workers, is_alive, start_fake_server, wait_until
 
 ENDLESS = {"type": "object", "properties": {f"p{number}": {} for number in range(16_000)}}
 """Takes minutes to compile: the time is quadratic in the number of properties."""
@@ -64,6 +67,29 @@ def test_a_schema_that_never_compiles_fails_alone(server: LiveServer) -> None:
     assert server.complete("hello", **body).status == 400
     assert time.monotonic() - started_s < 2  # it is known by now
     assert server.metric("expediter:replica_restarts_total") == 0
+    assert server.metric("expediter:grammars_total", outcome="late") == 1
+    assert server.metric("expediter:grammars_total", outcome="compiled") >= 1
+
+
+def test_no_worker_outlives_its_gateway(model_folder: Path) -> None:
+    """Not even one that hangs in its work, when the gateway is killed."""
+    with start_fake_server(model_folder) as live:
+        assert ask(live, "[a-z]+").status == 200
+        (worker,) = grammar_workers(live.process.pid)
+        with socket.create_connection(("127.0.0.1", live.port)) as connection:
+            raw = json.dumps({"prompt": "hello", "structured_outputs": {"json": ENDLESS}}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+            connection.sendall(head.encode() + raw)
+            before = cpu_ticks(worker)
+            wait_until(lambda: cpu_ticks(worker) > before + 30, what="the worker compiles")
+            live.process.kill()
+            live.process.wait()
+            wait_until(lambda: not is_alive(worker), what="the worker is gone")
+
+
+def cpu_ticks(pid: int) -> int:
+    """CPU time of a process, in hundredths of a second."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
 
 
 def test_a_replica_goes_on_while_it_prepares(server: LiveServer) -> None:

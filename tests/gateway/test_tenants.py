@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from live_server import LiveServer, Reply, start_fake_server, wait_until
 
 from expediter.assembly.file_config import load_file_config
+from expediter.cli.main import main
 from expediter.control.limits import Limits
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
@@ -83,6 +85,12 @@ def test_a_new_key_is_random_and_its_hash_is_that_of_sha256sum() -> None:
     assert new_key().startswith(KEY_PREFIX)
     assert len(new_key()) > 40
     assert hash_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_the_command_prints_a_key_and_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key"]) == 0
+    key, hashed = (line.split()[1] for line in capsys.readouterr().out.splitlines())
+    assert TenantBook({"a": TenantConfig(key_hashes=(hashed,))}).of_key(key.encode()) is not None
 
 
 @pytest.mark.parametrize(
@@ -354,6 +362,27 @@ def test_a_place_is_free_when_its_request_has_gone(crowded: LiveServer) -> None:
             assert error_of(refused) == (429, "concurrency", "rate_limit_exceeded")
             assert int(refused.headers["retry-after"]) >= 1
         assert crowded.complete("hi", headers=as_("key-one"), max_tokens=1).status == 200
+
+
+def refusals_of(server: LiveServer, tenant: str) -> int:
+    """Return how often a tenant met a limit; what it is shown of the metrics is its own."""
+    lines = server.get("/metrics", headers=as_(f"key-{tenant}")).body.decode().splitlines()
+    found = [line for line in lines if line.startswith("expediter:gateway_requests_total{") and "over_limit" in line]
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in found if f'tenant="{tenant}"' in line)
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 9000000", "Transfer-Encoding: chunked"])
+def test_a_large_body_of_who_is_over_its_limit_is_not_read(crowded: LiveServer, length: str) -> None:
+    """Case 41: a refusal is cheap; the head is enough for it."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-one\r\n{length}\r\n\r\n"
+    with held(crowded, "key-one", 1):
+        before = refusals_of(crowded, "one")
+        with socket.create_connection(("127.0.0.1", crowded.port), timeout=10) as connection:
+            connection.sendall(head.encode())
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: " in answer.lower()
+        assert refusals_of(crowded, "one") == before + 1
 
 
 def test_tokens_are_reserved_and_what_was_not_used_comes_back(crowded: LiveServer) -> None:

@@ -126,7 +126,7 @@ def test_a_vllm_server_is_found_out_about():
             await until(lambda: backend.reported is not None and backend.reported.num_others == 9)
             status = backends.status()[0]
             assert (status.num_running, status.num_waiting, status.kv_use) == (5, 4, 0.75)
-            assert backend.max_kv_tokens == 16384
+            assert backend.profile.max_kv_tokens == 16384
             assert backend.snapshot().num_requests == 9
 
     asyncio.run(run())
@@ -164,7 +164,7 @@ def test_limits_are_asked_for(owner, extra, kind, limits):
     async def run():
         async with watched(Engine(owner=owner, extra=extra, metrics=None)) as backends:
             (backend,) = backends
-            assert (backend.kind, backend.max_requests, backend.max_kv_tokens) == (kind, *limits)
+            assert (backend.kind, backend.max_requests, backend.profile.max_kv_tokens) == (kind, *limits)
 
     asyncio.run(run())
 

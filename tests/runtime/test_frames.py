@@ -25,7 +25,7 @@ from expediter.core.events import (
 )
 from expediter.core.explanation import Reason, Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
-from expediter.core.request import CacheHint, Carried, FinishReason, Request, RequestState, SamplingParams
+from expediter.core.request import CacheHint, Carried, FinishReason, Grammar, Request, RequestState, SamplingParams
 from expediter.core.slo import Slo
 from expediter.runtime import frames
 from expediter.runtime.frames import (
@@ -85,6 +85,20 @@ def test_a_request_crosses_unchanged() -> None:
         want, got = getattr(request, name), getattr(back, name)
         assert np.array_equal(want, got) if name == "prompt" else want == got
     assert back.prompt.dtype == np.int32
+
+
+def test_a_grammar_crosses_once_for_all_sequences() -> None:
+    one = Grammar("{}ü")
+    group = [replace(make_request(), grammar=one), replace(make_request(), request_id="r2", grammar=one)]
+    back = requests_of(decode_gateway_frame(body_of(submit_frame(group))))  # type: ignore[arg-type]
+    assert back[0].grammar is not None
+    assert back[0].grammar.text == one.text
+    assert back[0].grammar is back[1].grammar
+    resumed, _ = resumed_of(decode_gateway_frame(body_of(resume_frame(group[0], Carried()))))  # type: ignore[arg-type]
+    assert resumed.grammar is not None
+    assert resumed.grammar.text == one.text
+    with pytest.raises(ReplicaError):
+        requests_of(msgspec.structs.replace(submit_frame([make_request()]), grammar=""))
 
 
 def test_a_group_crosses_in_one_frame() -> None:

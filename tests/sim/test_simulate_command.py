@@ -194,6 +194,18 @@ def test_classes_tenants_and_explanations(tmp_path, capsys):
         command("--trace", trace)
 
 
+@pytest.mark.parametrize(("favoured", "other"), ["ab", "ba"])
+def test_weights_of_tenants_come_from_the_servers_file(tmp_path, capsys, favoured, other):
+    """What a server's file gives a tenant, a simulation with that file gives it, too."""
+    rows = [{"arrival_s": 0, "input_tokens": 900, "output_tokens": 9, "tenant": "ab"[i % 2]} for i in range(60)]
+    trace, config = str(write_jsonl(tmp_path / "trace.jsonl", rows)), tmp_path / "c.toml"
+    config.write_text(f"[tenants.{favoured}]\nweight = 9.0\n")
+    words = ("--trace", trace, "--config", str(config), "--max-num-seqs", "2", "--ordering", "fair_share")
+    assert command(*words, "--json", "-") == 0
+    tenants = json.loads(capsys.readouterr().out)["tenants"]
+    assert 1.5 * tenants[favoured]["ttft_s"]["mean"] < tenants[other]["ttft_s"]["mean"]
+
+
 def test_what_the_gpus_cost(trace, capsys):
     split = ("--gpu", "h100", "--tp", "2", "--pp", "2", "--replicas", "3", "--price", "h100=2.5")
     report = report_of(capsys, "--trace", trace, *split)

@@ -45,7 +45,9 @@ def test_an_answered_request() -> None:
     assert value(registry, "bytes_total", direction="in") == 400
     assert value(registry, "bytes_total", direction="out") == 1000
     assert value(registry, "routing_decisions_total", policy="predicted_ttft", cause="cached") == 1
-    predicted = [value(registry, "predicted_ttft_seconds_total", kind=k) for k in ("expected", "actual", "error")]
+    predicted = [
+        value(registry, "predicted_ttft_seconds_total", kind=k) for k in ("expected", "actual", "absolute_error")
+    ]
     assert predicted == [0.25, 0.5, 0.25]
     assert value(registry, "ttft_predictions_total") == 1
 

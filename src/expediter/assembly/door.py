@@ -7,21 +7,21 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from expediter.assembly.file_config import FileConfig, load_file_config
-from expediter.assembly.observing import Observing, ObservingConfig, OwnPoolSeen
+from expediter.assembly.door_config import DoorConfig, url_of
+from expediter.assembly.file_config import load_file_config
+from expediter.assembly.observing import Observing, OwnPoolSeen
 from expediter.control.limits import TenantLimits
 from expediter.control.retry import RetryBudget
-from expediter.control.routing.build import RoutingConfig
-from expediter.core.errors import ConfigurationError
-from expediter.gateway.backends.config import BackendConfig
-from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends
+from expediter.gateway.admin import build_admin
+from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import Watcher
 from expediter.gateway.door.door import Door
 from expediter.gateway.door.drain import Drain
@@ -29,8 +29,12 @@ from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
+from expediter.gateway.everywhere import CONTROL, Everywhere
 from expediter.gateway.explanations import Pool
+from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
+from expediter.gateway.http.wire import HttpLimits
+from expediter.gateway.processes import Sharing
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import TenantReload
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
@@ -39,49 +43,8 @@ from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.supervisor import Supervisor
 from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.gateway_metrics import GatewayMetrics
-from expediter.telemetry.process_place import ALONE
+from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoorConfig:
-    """A server's front door.
-
-    Args:
-        backends: beside those in `file`; none in either: only our own replicas.
-        routing: among backends.
-        api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
-        file: SLO classes, backends, limits, and tenants, which are read again when they change.
-        shutdown_timeout_s: for requests in flight at the first signal.
-        observing: what is written of requests.
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    backends: tuple[BackendConfig, ...] = ()
-    routing: RoutingConfig = DEFAULT_ROUTING
-    api_keys: tuple[str, ...] = ()
-    file: FileConfig = field(default_factory=FileConfig)
-    shutdown_timeout_s: float = 30.0
-    observing: ObservingConfig = field(default_factory=ObservingConfig)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigurationError(f"port must lie in [0, 65535], not {self.port}")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigurationError("shutdown_timeout_s must not be negative")
-        if not all(self.api_keys):
-            raise ConfigurationError("an API key must not be empty")
-
-    @property
-    def all_backends(self) -> tuple[BackendConfig, ...]:
-        return (*self.backends, *self.file.backends)
-
-    def tenant_book(self) -> TenantBook:
-        """Return who may come in."""
-        return self.file.tenant_book(self.api_keys, os.environ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +77,23 @@ class OwnPool:
 class FrontDoor:
     """One process's door; make it inside of the event loop."""
 
-    def __init__(self, config: DoorConfig, tenants: Tenants, drain: Drain, own: OwnPool | None) -> None:
+    def __init__(
+        self, config: DoorConfig, tenants: Tenants, drain: Drain, own: OwnPool | None, place: ProcessPlace = ALONE
+    ) -> None:
         file, clock = config.file, MonotonicClock()
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
-        metrics = GatewayMetrics(registry, self._shown, policy=config.routing.name, place=ALONE)
-        self.backends = Backends(clock=clock, routing=config.routing, environment=os.environ, events=metrics)
+        limits = TenantLimits(tenants.limits)
+        self._sharing = None if place.folder is None else Sharing(place, limits)
+        metrics = GatewayMetrics(registry, self._shown, policy=config.routing_config.name, place=place)
+        self.backends = Backends(
+            clock=clock,
+            routing=config.routing_config,
+            health=file.health,
+            environment=os.environ,
+            events=metrics,
+            shared=None if self._sharing is None else self._sharing.loads,
+        )
         self._watcher = Watcher(self.backends, clock)
         self._observing = Observing(
             config.observing,
@@ -131,14 +105,13 @@ class FrontDoor:
             live=self._live,
             ask=self._watcher.fetch_json,
             shows_all=lambda: not tenants.book.has_keys,
-            place=ALONE,
+            place=place,
         )
-        limits = TenantLimits(tenants.limits)
         queue = file.queue if own is None else file.queue.or_ordering(own.ordering)
         room = WaitingRoom(queue, tenants.weights, clock, metrics)
-        self.door_parts = DoorParts(
+        parts = DoorParts(
             backends=self.backends,
-            limits=limits,
+            limits=limits if self._sharing is None else self._sharing.limits,
             room=room,
             patience=Patience(file.door.patience),
             retry=file.door.retry,
@@ -159,7 +132,7 @@ class FrontDoor:
             )
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
         app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app)
-        self.door = Door(self.door_parts, tenants, drain, app, metrics, self._observing.sinks)
+        self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 
         def tenants_changed(_: TenantBook) -> None:
@@ -178,13 +151,35 @@ class FrontDoor:
         """Find out what the backends serve, and begin to look after them."""
         await self._observing.start()
         await self._watcher.start()
+        if self._sharing is not None:
+            self._sharing.start(self.backends)
         self.door.start()
 
     async def stop(self) -> None:
         """Let go of everybody."""
         self.door.stop()
+        if self._sharing is not None:
+            self._sharing.stop()
         await self._watcher.stop()
         await self._observing.stop()
+
+    def summary(self) -> str:
+        """Return what is served, in words."""
+        statuses = self.backends.status()
+        num_up = sum(status.state == "up" for status in statuses)
+        models = ", ".join(self.backends.models) or "no model yet"
+        return f"serves {models} with {num_up} of {len(statuses)} backends up"
+
+    def admin(self, key: str, reload: TenantReload | None) -> ASGIApp:
+        """Return the admin API; keys are read again by `reload`, if there is a file."""
+
+        async def read_again() -> str | None:
+            assert reload is not None
+            await reload.reload()
+            return reload.error
+
+        pages = self._observing.admin.routes()
+        return build_admin(self.backends, key=key, reload=None if reload is None else read_again, pages=pages)
 
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""
@@ -206,14 +201,24 @@ async def run_door(
     sock: socket.socket,
     signals: StopSignals,
     on_listening: Callable[[FrontDoor], None],
+    *,
+    admin: socket.socket | None = None,
+    place: ProcessPlace = ALONE,
 ) -> None:
     """Serve on a bound socket until a signal.
 
+    Args:
+        admin: bound socket of the admin API, None for none.
+        place: among several processes.
     Raises:
         ConfigurationError: a backend's key is not set, or its name is taken.
     """
-    front = FrontDoor(config, tenants, drain, own)
-    async with _reloading(config, tenants):
+    front = FrontDoor(config, tenants, drain, own, place)
+    path = config.file.path
+    reload = None
+    if path is not None:
+        reload = TenantReload(path, lambda: replace(config, file=load_file_config(path)).tenant_book(), tenants)
+    async with _background(reload), _admin_listeners(front, config.admin_key, reload, admin, place):
         try:
             await front.start()
             await serve_until_signal(
@@ -230,12 +235,9 @@ async def run_door(
 
 
 @contextlib.asynccontextmanager
-async def _reloading(config: DoorConfig, tenants: Tenants) -> AsyncIterator[None]:
+async def _background(reload: TenantReload | None) -> AsyncIterator[None]:
     """Watch the configuration file, if there is one."""
-    path, tasks = config.file.path, []
-    if path is not None:
-        reload = TenantReload(path, lambda: replace(config, file=load_file_config(path)).tenant_book(), tenants)
-        tasks.append(asyncio.create_task(reload.run()))
+    tasks = [] if reload is None else [asyncio.create_task(reload.run())]
     try:
         yield
     finally:
@@ -244,8 +246,36 @@ async def _reloading(config: DoorConfig, tenants: Tenants) -> AsyncIterator[None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def _admin_listeners(
+    front: FrontDoor, key: str, reload: TenantReload | None, admin: socket.socket | None, place: ProcessPlace
+) -> AsyncIterator[None]:
+    """Serve the admin API: to the operator, and to the other processes of ours."""
+    listeners: list[Listener] = []
+    path = place.own(CONTROL)
+    if path is not None:
+        path.unlink(missing_ok=True)  # of a predecessor that was killed
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(str(path))
+        listeners.append(await _listening(front.admin("", reload), sock))
+    if admin is not None:
+        app = Everywhere(front.admin(key, reload), place.others(CONTROL))
+        listeners.append(await _listening(app, admin))
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            await listener.stop(0.0)
+
+
+async def _listening(app: ASGIApp, sock: socket.socket) -> Listener:
+    listener = Listener(AsgiApplication(app), HttpLimits())
+    await listener.start(sock)
+    return listener
+
+
 def serve_backends(config: DoorConfig, announce: Callable[[str], None]) -> None:
-    """Serve backends alone until a signal; returns after a clean shutdown.
+    """Serve backends alone from this process until a signal; returns after a clean shutdown.
 
     Args:
         announce: told in a line when the server is ready.
@@ -258,21 +288,20 @@ def serve_backends(config: DoorConfig, announce: Callable[[str], None]) -> None:
 
 async def _serve_backends(config: DoorConfig, announce: Callable[[str], None]) -> None:
     tenants = Tenants(config.tenant_book())
-    with bind(config.host, config.port) as sock, StopSignals() as signals:
-        port = sock.getsockname()[1]
+    with bind(config.host, config.port) as sock, bind_admin(config) as admin, StopSignals() as signals:
 
         def tell(front: FrontDoor) -> None:
-            statuses = front.backends.status()
-            num_up = sum(status.state == "up" for status in statuses)
-            models = ", ".join(front.backends.models) or "no model yet"
-            announce(
-                f"ready: {url_of(config.host, port)} serves {models} with {num_up} of {len(statuses)} backends up, "
-                f"routing {config.routing.name}"
-            )
+            announce(ready_line(config, sock, admin, f"{front.summary()}, routing {config.routing_config.name}"))
 
-        await run_door(config, tenants, Drain(), None, sock, signals, tell)
+        await run_door(config, tenants, Drain(), None, sock, signals, tell, admin=admin)
 
 
-def url_of(host: str, port: int) -> str:
-    """Return the address as a URL."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def bind_admin(config: DoorConfig) -> contextlib.AbstractContextManager[socket.socket | None]:
+    """Take the admin listener's address, if there is to be one."""
+    return contextlib.nullcontext() if config.admin_port is None else bind(config.admin_host, config.admin_port)
+
+
+def ready_line(config: DoorConfig, sock: socket.socket, admin: socket.socket | None, what: str) -> str:
+    """Return what is announced: where what is served, and where the admin API is."""
+    line = f"ready: {url_of(config.host, sock.getsockname()[1])} {what}"
+    return line if admin is None else f"{line}, admin: {url_of(config.admin_host, admin.getsockname()[1])}"

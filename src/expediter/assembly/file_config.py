@@ -31,6 +31,13 @@ max_body_bytes = 16_777_216
 [[backends]]         # of a server: whom it stands in front of, see docs/backends.md
 url = "http://10.0.0.1:8000"
 
+[routing]            # of a server: how a backend is chosen; the fields of `control.routing.build.RoutingConfig`
+name = "predicted_ttft"
+index_max_bytes = 268_435_456
+
+[health]             # of a server: when a backend is left out; the fields of `control.health.HealthConfig`
+max_failures_in_a_row = 3
+
 [failures]           # of a simulation: the fields of `sim.failures.FailureConfig`
 crash_every_s = 600.0
 crashes = [{replica = 0, at_s = 10.0, down_s = 30.0}]
@@ -41,24 +48,35 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from expediter.control.health import HealthConfig
 from expediter.control.limits import Limits
 from expediter.control.retry import RetryConfig
+from expediter.control.routing.build import RoutingConfig
 from expediter.control.waiting import QueueConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.backends.registry import DEFAULT_ROUTING
 from expediter.gateway.door.patience import PatienceConfig
 from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.tenants import TenantBook, TenantConfig
 from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PATIENCE_FIELDS: Final[tuple[str, ...]] = ("min_progress_s", "max_progress_s")
+_RETRY_FIELDS: Final[tuple[str, ...]] = ("max_attempts",)
+
+_Table = dict[str, Any]
+_Made = TypeVar("_Made", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +94,8 @@ class FileConfig:
 
     Args:
         slo_classes: by name.
-        tenants, anonymous, queue, door, backends: of a server; a simulation has no use for them.
+        tenants: by name; of them a simulation uses the weights.
+        anonymous, queue, door, backends, routing, health: of a server; a simulation has no use for them.
         failures: what goes wrong in a simulation; a server has no use for them.
         path: of the file; None if there is none.
     Raises:
@@ -89,6 +108,8 @@ class FileConfig:
     queue: QueueConfig = field(default_factory=QueueConfig)
     door: DoorLimits = field(default_factory=DoorLimits)
     backends: tuple[BackendConfig, ...] = ()
+    routing: RoutingConfig = DEFAULT_ROUTING
+    health: HealthConfig = field(default_factory=HealthConfig)
     failures: FailureConfig = NO_FAILURES
     path: Path | None = None
 
@@ -96,6 +117,12 @@ class FileConfig:
         for name in (*self.slo_classes, *self.tenants):
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(f"{name!r} is no name: up to 64 of the characters A-Z a-z 0-9 _ . -")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Share of each tenant, by name; "" for who comes without a key."""
+        tenants = self.tenants if self.anonymous is None else {**self.tenants, "": self.anonymous}
+        return {name: tenant.weight for name, tenant in tenants.items()}
 
     def tenant_book(self, api_keys: Iterable[str], environment: Mapping[str, str]) -> TenantBook:
         """Return who may come in.
@@ -111,14 +138,6 @@ class FileConfig:
         )
 
 
-class _Class(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-    value: float = 1.0
-    refuse_late: bool = False
-
-
 class _Anonymous(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     weight: float = 1.0
     priority: int | None = None
@@ -129,60 +148,14 @@ class _Anonymous(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_concurrent_requests: int | None = None
 
     def config(self) -> TenantConfig:
-        fields = msgspec.structs.asdict(self)
-        limits = Limits(**{name: fields.pop(name) for name in tuple(fields) if name.startswith("max_")})
-        return TenantConfig(limits=limits, **fields)
+        given = msgspec.structs.asdict(self)
+        limits = Limits(**{name: given.pop(name) for name in tuple(given) if name.startswith("max_")})
+        return TenantConfig(limits=limits, **given)
 
 
 class _Tenant(_Anonymous, forbid_unknown_fields=True, kw_only=True):
     key_hashes: tuple[str, ...] = ()
     key_env: tuple[str, ...] = ()
-
-
-class _Queue(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    ordering: str | None = None
-    max_requests: int | None = None
-    max_tokens: int | None = None
-
-    def config(self) -> QueueConfig:
-        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return QueueConfig(**given)
-
-
-class _Door(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Fields of `HttpLimits`, `PatienceConfig` and `RetryConfig`."""
-
-    max_head_bytes: int | None = None
-    max_headers: int | None = None
-    max_body_bytes: int | None = None
-    max_buffered_bytes: int | None = None
-    head_timeout_s: float | None = None
-    body_timeout_s: float | None = None
-    keep_alive_s: float | None = None
-    write_buffer_bytes: int | None = None
-    write_timeout_s: float | None = None
-    min_progress_s: float | None = None
-    max_progress_s: float | None = None
-    max_attempts: int | None = None
-
-    def limits(self) -> DoorLimits:
-        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        patience = {name: given.pop(name) for name in ("min_progress_s", "max_progress_s") if name in given}
-        retry = {name: given.pop(name) for name in ("max_attempts",) if name in given}
-        return DoorLimits(http=HttpLimits(**given), patience=PatienceConfig(**patience), retry=RetryConfig(**retry))
-
-
-class _Backend(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Fields of `BackendConfig`."""
-
-    url: str
-    name: str = ""
-    models: tuple[str, ...] = ()
-    api_key_env: str = ""
-    max_requests: int | None = None
-    kv_events: str = ""
-    kv_replay: str = ""
-    tokenizer: str = ""
 
 
 class _Crash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -210,20 +183,66 @@ class _Failures(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     seed: int = 0
 
     def config(self) -> FailureConfig:
-        fields = msgspec.structs.asdict(self)
-        fields["crashes"] = tuple(Crash(**msgspec.structs.asdict(crash)) for crash in self.crashes)
-        fields["slowdowns"] = tuple(Slowdown(**msgspec.structs.asdict(slowdown)) for slowdown in self.slowdowns)
-        return FailureConfig(**fields)
+        given = msgspec.structs.asdict(self)
+        given["crashes"] = tuple(Crash(**msgspec.structs.asdict(crash)) for crash in self.crashes)
+        given["slowdowns"] = tuple(Slowdown(**msgspec.structs.asdict(slowdown)) for slowdown in self.slowdowns)
+        return FailureConfig(**given)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    slo_classes: dict[str, _Class] = {}
+    slo_classes: dict[str, _Table] = {}
     tenants: dict[str, _Tenant] = {}
     anonymous: _Anonymous | None = None
-    queue: _Queue = msgspec.field(default_factory=_Queue)
-    door: _Door = msgspec.field(default_factory=_Door)
-    backends: list[_Backend] = []
+    queue: _Table = {}
+    door: _Table = {}
+    backends: list[_Table] = []
+    routing: _Table = {}
+    health: _Table = {}
     failures: _Failures = msgspec.field(default_factory=_Failures)
+
+    def config(self, path: Path) -> FileConfig:
+        classes = {name: _read(row, SloClass, f"slo_classes.{name}") for name, row in self.slo_classes.items()}
+        return FileConfig(
+            slo_classes=classes,
+            tenants={name: row.config() for name, row in self.tenants.items()},
+            anonymous=None if self.anonymous is None else self.anonymous.config(),
+            queue=_read(self.queue, QueueConfig, "queue"),
+            door=_door(self.door),
+            backends=tuple(_read(row, BackendConfig, "[backends]") for row in self.backends),
+            routing=_read(self.routing, RoutingConfig, "routing", DEFAULT_ROUTING),
+            health=_read(self.health, HealthConfig, "health"),
+            failures=self.failures.config(),
+            path=path,
+        )
+
+
+def _read(table: _Table, made: type[_Made], where: str, base: _Made | None = None) -> _Made:
+    """Return a configuration whose fields a table gives, strictly typed; the others are `base`'s or the usual ones.
+
+    Raises:
+        ConfigurationError: a field is unknown, of another type or out of range; names the table.
+    """
+    known = {each.name for each in fields(made)}
+    unknown = [name for name in table if name not in known]
+    if unknown:
+        raise ConfigurationError(f"[{where}] has no {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+    try:
+        given = msgspec.convert(table, made)
+    except (msgspec.ValidationError, ConfigurationError) as error:
+        raise ConfigurationError(f"[{where}] {error}") from error
+    return given if base is None else replace(base, **{name: getattr(given, name) for name in table})
+
+
+def _door(table: _Table) -> DoorLimits:
+    """Return what `[door]` says: the fields of `HttpLimits`, and some about backends."""
+    patience = {name: table[name] for name in _PATIENCE_FIELDS if name in table}
+    retry = {name: table[name] for name in _RETRY_FIELDS if name in table}
+    http = {name: value for name, value in table.items() if name not in (*_PATIENCE_FIELDS, *_RETRY_FIELDS)}
+    return DoorLimits(
+        http=_read(http, HttpLimits, "door"),
+        patience=_read(patience, PatienceConfig, "door"),
+        retry=_read(retry, RetryConfig, "door"),
+    )
 
 
 def load_file_config(path: str | Path | None) -> FileConfig:
@@ -235,18 +254,7 @@ def load_file_config(path: str | Path | None) -> FileConfig:
     if path is None:
         return FileConfig()
     try:
-        content = msgspec.convert(tomllib.loads(Path(path).read_text("utf-8")), _File)
-        classes = {name: SloClass(**msgspec.structs.asdict(row)) for name, row in content.slo_classes.items()}
-        return FileConfig(
-            slo_classes=classes,
-            tenants={name: row.config() for name, row in content.tenants.items()},
-            anonymous=None if content.anonymous is None else content.anonymous.config(),
-            queue=content.queue.config(),
-            door=content.door.limits(),
-            backends=tuple(BackendConfig(**msgspec.structs.asdict(row)) for row in content.backends),
-            failures=content.failures.config(),
-            path=Path(path),
-        )
+        return msgspec.convert(tomllib.loads(Path(path).read_text("utf-8")), _File).config(Path(path))
     except OSError as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except (ValueError, ConfigurationError) as error:  # TOML, its encoding, and msgspec's errors are ValueErrors

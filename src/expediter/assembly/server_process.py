@@ -19,15 +19,17 @@ _STOP_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def running_server(arguments: Sequence[str]) -> Iterator[str]:
-    """Run `expediter serve` with these arguments on a free port of the loopback interface; yield its URL once ready.
+def running_server(arguments: Sequence[str], port: int | None = None) -> Iterator[str]:
+    """Run `expediter serve` with these arguments on the loopback interface; yield its URL once ready.
 
     Its output goes where ours goes. It is stopped on the way out, whatever happens inside.
 
+    Args:
+        port: None for a free one.
     Raises:
         ReplicaError: it ended before it was ready, or did not get ready in time.
     """
-    port = free_port()
+    port = free_port() if port is None else port
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "expediter.cli.main", "serve", "--port", str(port), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - our own command line

@@ -12,7 +12,8 @@ from typing import Final
 
 import uvloop
 
-from expediter.assembly.door import DoorConfig, OwnPool, run_door, url_of
+from expediter.assembly.door import OwnPool, bind_admin, ready_line, run_door
+from expediter.assembly.door_config import DoorConfig
 from expediter.assembly.file_config import FileConfig
 from expediter.assembly.observing import ObservingConfig
 from expediter.assembly.presets import Preset
@@ -56,6 +57,7 @@ class ServeConfig:
         swap_space_bytes: host memory of each replica for the KV of preempted requests.
         api_keys: keys of the default tenant; none here and none in `file`: everybody may come in.
         backends: servers that serve models beside our own replicas.
+        admin_host, admin_port: of the admin listener; no port for none.
         file: SLO classes, and tenants, which are read again when they change.
         shutdown_timeout_s: for requests in flight at the first signal.
         observing: what is written of requests.
@@ -79,6 +81,8 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     file: FileConfig = field(default_factory=FileConfig)
     backends: tuple[BackendConfig, ...] = ()
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
     shutdown_timeout_s: float = 30.0
     observing: ObservingConfig = field(default_factory=ObservingConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
@@ -121,6 +125,8 @@ class ServeConfig:
             file=self.file,
             shutdown_timeout_s=self.shutdown_timeout_s,
             observing=self.observing,
+            admin_host=self.admin_host,
+            admin_port=self.admin_port,
         )
 
 
@@ -152,15 +158,15 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
         clock=clock,
         config=config.supervisor,
     )
-    with bind(config.host, config.port) as sock, StopSignals() as signals:
+    with bind(config.host, config.port) as sock, bind_admin(config.door) as admin, StopSignals() as signals:
         starting = asyncio.create_task(supervisor.start())
         try:
             await first_of(asyncio.shield(starting), signals.first.wait())
             if not starting.done():  # a signal came first
                 return
             hellos = starting.result()
-            line = _ready_line(config, hellos, sock.getsockname()[1])
-            async with Grammars(config.model) as grammars:
+            line = ready_line(config.door, sock, admin, _summary(config, hellos))
+            async with Grammars(config.model, count=metrics.count_grammar) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
                 drain = Drain()
                 own = OwnPool(
@@ -173,7 +179,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                     ordering=config.preset.policy.ordering,
                     recent=service.recent,
                 )
-                await run_door(config.door, tenants, drain, own, sock, signals, lambda _: announce(line))
+                await run_door(config.door, tenants, drain, own, sock, signals, lambda _: announce(line), admin=admin)
                 service.close()
         finally:
             starting.cancel()
@@ -188,10 +194,7 @@ def replica_specs(config: ServeConfig) -> list[ReplicaSpec]:
     several times as long.
     """
     num_threads = max((_num_cores() - 1) // config.num_replicas, 1)
-    weights = {name: tenant.weight for name, tenant in config.file.tenants.items()}
-    if config.file.anonymous is not None:
-        weights[""] = config.file.anonymous.weight
-    scheduler = replace(config.preset.scheduler, tenant_weights={**config.preset.scheduler.tenant_weights, **weights})
+    scheduler = replace(config.preset.scheduler, tenant_weights=config.file.weights)
     return [
         ReplicaSpec(
             replica_id=number,
@@ -255,10 +258,11 @@ def _gateway_config(config: ServeConfig, hellos: Sequence[Hello]) -> GatewayConf
     )
 
 
-def _ready_line(config: ServeConfig, hellos: Sequence[Hello], port: int) -> str:
+def _summary(config: ServeConfig, hellos: Sequence[Hello]) -> str:
+    """Return what is served, in words."""
     limits = hellos[0].limits
     return (
-        f"ready: {url_of(config.host, port)} serves {config.model_names[0]} with {len(hellos)} replica"
-        f"{'s' if len(hellos) > 1 else ''}, preset {config.preset.name}, each with {limits.num_blocks} KV blocks of "
-        f"{limits.block_size} tokens, max_model_len {min(hello.max_model_len for hello in hellos)}"
+        f"serves {config.model_names[0]} with {len(hellos)} replica{'s' if len(hellos) > 1 else ''}, "
+        f"preset {config.preset.name}, each with {limits.num_blocks} KV blocks of {limits.block_size} tokens, "
+        f"max_model_len {min(hello.max_model_len for hello in hellos)}"
     )

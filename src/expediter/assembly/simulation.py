@@ -358,7 +358,7 @@ def _resolve(config: SimulationConfig) -> _Setup:
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_model_len")}
     scheduler = replace(preset.scheduler, **{name: value for name, value in limits.items() if value is not None})
     # Who wants explanations asks for them when a step has ended; as many requests may end in one.
-    scheduler = replace(scheduler, max_explanations=scheduler.max_num_seqs)
+    scheduler = replace(scheduler, max_explanations=scheduler.max_num_seqs, tenant_weights=config.tenant_weights)
     return _Setup(
         preset=preset.name,
         limits=limits_with_budget(scheduler, policy, config.max_num_batched_tokens),

@@ -55,6 +55,7 @@ class SimulationConfig:
         cold_start_s: until a replica that was lost serves again; None for what reading the weights takes, and a start.
         slo: targets of requests that have none and name no class.
         slo_classes: by name; requests bring the names along.
+        tenant_weights: share of each tenant under the fair orderings, 1 by default.
         routing: name of a routing policy, which keeps the preset's thresholds; one with thresholds; or a class of one's
             own with the `Router` protocol.
         policy: names of the parts; None for the preset's.
@@ -102,6 +103,7 @@ class SimulationConfig:
     cold_start_s: float | None = None
     slo: Slo = DEFAULT_SLO
     slo_classes: Mapping[str, SloClass] = field(default_factory=dict)
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     routing: str | RoutingConfig | type[Router] | None = None
     policy: PolicyConfig | None = None
     ordering: str | type[Ordering] | None = None

@@ -60,6 +60,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="URL",
         help="stand in front of this server; may be repeated. Without MODEL, no replicas of our own are started",
     )
+    backends.add_argument(
+        "--gateway-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the port; without replicas of our own only (default: %(default)s)",
+    )
+    admin = parser.add_argument_group("admin listener: backends come and go, see docs/backends.md")
+    admin.add_argument("--admin-host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    admin.add_argument("--admin-port", type=int, metavar="PORT", help="0 lets the system choose (default: none)")
     replicas = parser.add_argument_group("replicas")
     replicas.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
     replicas.add_argument("--preset", default="sarathi", metavar="NAME", help="default: %(default)s")
@@ -109,27 +119,37 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve_backends(args: argparse.Namespace, file: FileConfig, backends: tuple[BackendConfig, ...]) -> None:
     """Stand in front of other servers."""
-    from expediter.assembly.door import DoorConfig, serve_backends
-    from expediter.gateway.backends.registry import DEFAULT_ROUTING
+    from expediter.assembly.door import serve_backends
+    from expediter.assembly.door_config import DoorConfig
+    from expediter.assembly.door_processes import serve_in_processes
 
     config = DoorConfig(
         host=args.host,
         port=args.port,
         backends=backends,
-        routing=replace(DEFAULT_ROUTING, name=args.routing or DEFAULT_ROUTING.name),
+        num_processes=args.gateway_processes,
+        routing=args.routing,
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
         observing=_observing(args),
     )
-    serve_backends(config, _say)
+    if config.num_processes > 1:
+        serve_in_processes(config, _say)
+    else:
+        serve_backends(config, _say)
 
 
 def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[BackendConfig, ...]) -> None:
     """Serve replicas of our own, and stand in front of other servers if there are any."""
     from expediter.assembly.serving import ServeConfig, serve
+    from expediter.core.errors import ConfigurationError
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
 
+    if args.gateway_processes != 1:
+        raise ConfigurationError("--gateway-processes above 1 is for backends alone, without replicas of our own")
     preset = _preset(args)
     folder = resolve_model(args.model)
     name = DEFAULT_MODEL if args.model is None else folder.resolve().name
@@ -151,6 +171,8 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
         api_keys=tuple(args.api_key),
         file=file,
         shutdown_timeout_s=args.shutdown_timeout,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
         observing=_observing(args),
     )
     print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)

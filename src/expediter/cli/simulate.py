@@ -184,6 +184,7 @@ def shared_config(args: argparse.Namespace) -> SimulationConfig:
         failures=failures_of(args, file_config.failures),
         slo=parse_slo(args.slo),
         slo_classes=file_config.slo_classes,
+        tenant_weights=file_config.weights,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,

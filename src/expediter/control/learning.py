@@ -59,7 +59,6 @@ _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
-_NEWS: Final = 0.05
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
 """Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
 _LEAST_TOKEN_S: Final = 1e-9
@@ -80,18 +79,18 @@ class LearnedTtft:
         self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
         self._fitted: list[float] = [0.0] * len(_SCALE)
         self._num_seen = 0
-        self._pace = self._said_pace = 1.0
+        self._pace = 1.0
 
     @property
     def is_enough(self) -> bool:
         """Whether enough was seen for `speed` to say something."""
         return self._num_seen >= _FIRST_ANSWERS
 
-    def observe(self, answer: Answer) -> Speed | None:
-        """Learn from an answer; return the speed if there is news of it."""
+    def observe(self, answer: Answer) -> None:
+        """Learn from an answer."""
         ahead, new, beside, output, elapsed_s = answer
         if not 0 < elapsed_s < math.inf:
-            return None
+            return
         self._num_seen += 1
         constant, token_s, decode_s, output_s = self._fitted
         expected_s = constant + (ahead + new) * token_s + beside * decode_s + output * output_s
@@ -100,12 +99,6 @@ class LearnedTtft:
             self._pace += _PACE_RATE * (ratio - self._pace)
         if self._num_seen <= _SPARSE_AFTER or self._num_seen % _EVERY == 0:
             self._fit(answer)
-        elif abs(self._pace - self._said_pace) < _NEWS * self._said_pace:
-            return None
-        if not self.is_enough:
-            return None
-        self._said_pace = self._pace
-        return self.speed()
 
     def speed(self) -> Speed:
         """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
@@ -154,4 +147,32 @@ def hopeful(speed: Speed, rivals: Sequence[Speed], unheard_s: float) -> Speed:
         overhead_s=closer(speed.overhead_s, min(each.overhead_s for each in rivals)),
         token_s=closer(speed.token_s, min(each.token_s for each in rivals)),
         decode_s=closer(speed.decode_s, min(each.decode_s for each in rivals)),
+    )
+
+
+_ALIKE: Final = 1.4
+"""Two replicas that are equal may seem to differ by so much, from what they happened to be sent."""
+
+
+def alike(speed: Speed, rivals: Sequence[Speed], num_tokens: float) -> Speed:
+    """Return a replica's speed, averaged with those of its rivals that hardly differ.
+
+    Otherwise the one of two equal replicas that seems a little faster would get every prompt that nobody holds, until
+    its cache overflows.
+
+    Args:
+        num_tokens: of a typical prompt, for which they are compared.
+    """
+
+    def first_s(each: Speed) -> float:
+        return each.overhead_s + num_tokens * each.token_s
+
+    own_s = first_s(speed)
+    close = [speed, *(each for each in rivals if own_s <= _ALIKE * first_s(each) and first_s(each) <= _ALIKE * own_s)]
+    # fsum does not depend on the order: replicas that are alike have equal speeds to the last bit.
+    return replace(
+        speed,
+        overhead_s=math.fsum(each.overhead_s for each in close) / len(close),
+        token_s=math.fsum(each.token_s for each in close) / len(close),
+        decode_s=math.fsum(each.decode_s for each in close) / len(close),
     )

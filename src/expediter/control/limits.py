@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -117,7 +117,7 @@ class _Account:
     running: dict[int, float] = field(default_factory=dict)  # since when, by reservation, oldest first
     next_number: int = 0
     duration_s: float | None = None
-    others: Usage = NOTHING
+    others: Usage | None = None
 
     def meter(self, now_s: float) -> None:
         """Let the meters fall to now."""
@@ -140,16 +140,24 @@ class _Account:
             self.used_tokens = max(0.0, self.used_tokens + num_tokens)
 
     def hear(self, others: Usage) -> None:
-        """Count what other processes have given out since they were last heard of."""
+        """Count what other processes have given out since they were last heard of.
+
+        Nobody knows when they gave out what is heard at first: of that, as much is counted as a meter holds at most.
+        """
         known, self.others = self.others, others
-        self.charge(others.num_requests - known.num_requests, others.num_tokens - known.num_tokens)
+        if known is None:
+            limits = self.limits
+            first_requests = min(others.num_requests, limits.max_requests_per_minute or 0)
+            self.charge(first_requests, min(others.num_tokens, limits.max_tokens_per_minute or 0))
+        else:
+            self.charge(others.num_requests - known.num_requests, others.num_tokens - known.num_tokens)
 
     def exceeded(self, num_tokens: int, now_s: float) -> Exceeded | None:
         """Return the limit that keeps a request out longest, if any does."""
         limits = self.limits
         found: Exceeded | None = None
         if limits.max_concurrent_requests is not None:
-            num_running = len(self.running) + self.others.num_running
+            num_running = len(self.running) + (0 if self.others is None else self.others.num_running)
             if num_running >= limits.max_concurrent_requests:
                 found = Exceeded(Limit.CONCURRENCY, self._next_end_s(num_running, now_s))
         if limits.max_requests_per_minute is not None:
@@ -247,12 +255,7 @@ class TenantLimits:
             others: sums over the other processes that share the limits. A process that starts again must go on with
                 the sums of its predecessor.
         """
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = _Account(self._limits.get(tenant, NO_LIMITS), now_s)
-        account.meter(now_s)
-        if others is not NOTHING:
-            account.hear(others)
+        account = self._account(tenant, now_s, others)
         exceeded = account.exceeded(num_tokens, now_s)
         if exceeded is not None:
             return exceeded
@@ -263,6 +266,28 @@ class TenantLimits:
         account.next_number = number + 1
         account.running[number] = now_s
         return Reservation(account, number, num_tokens)
+
+    def refusal(self, tenant: str, now_s: float, others: Usage = NOTHING) -> Exceeded | None:
+        """Return which limit would keep any request out, whatever its size; nothing is counted."""
+        return self._account(tenant, now_s, others).exceeded(1, now_s)
+
+    def _account(self, tenant: str, now_s: float, others: Usage) -> _Account:
+        """Return a tenant's account, brought up to now."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(self._limits.get(tenant, NO_LIMITS), now_s)
+        account.meter(now_s)
+        if others is not NOTHING:
+            account.hear(others)
+        return account
+
+    def listen(self, others_of: Callable[[str], Usage], now_s: float) -> None:
+        """Hear what other processes have given out to every tenant, whether it sends anything here or not.
+
+        Who listens from the start on, and now and then, knows when the others' requests came.
+        """
+        for tenant in self._limits:
+            self._account(tenant, now_s, others_of(tenant))
 
     def usage(self, tenant: str) -> Usage:
         """Return what this process has given out; what others have to hear."""

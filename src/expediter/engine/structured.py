@@ -129,6 +129,7 @@ class CompiledGrammars:
         self._max_latest = max_latest
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
+        self._loading = threading.Lock()
         self._of_grammar: WeakKeyDictionary[Grammar, _Compiled] = WeakKeyDictionary()
         self._of_text: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
         self._latest: OrderedDict[str, _Compiled] = OrderedDict()
@@ -142,16 +143,20 @@ class CompiledGrammars:
         with self._lock:
             compiled = self._of_text.get(grammar.text)
         if compiled is None:
-            try:
-                self._compiler = self._compiler or self._load()
-            except ConfigurationError as error:
-                raise RequestError(str(error)) from error
-            compiled = _Compiled(self._compiler.compile(grammar.text))
+            compiled = _Compiled(self._the_compiler().compile(grammar.text))
         with self._lock:
             self._of_text[grammar.text] = self._of_grammar[grammar] = self._latest[grammar.text] = compiled
             self._latest.move_to_end(grammar.text)
             if len(self._latest) > self._max_latest:
                 self._latest.popitem(last=False)
+
+    def _the_compiler(self) -> GrammarCompiler:
+        with self._loading:
+            try:
+                self._compiler = self._compiler or self._load()
+            except ConfigurationError as error:
+                raise RequestError(str(error)) from error
+            return self._compiler
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the beginning of a grammar that has been prepared.

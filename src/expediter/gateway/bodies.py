@@ -67,7 +67,7 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's way to say what the output has to match: exactly one of these."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # a plain default has no place in a JSON schema
     regex: Annotated[str, Meta(min_length=1)] | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
     grammar: Annotated[str, Meta(min_length=1)] | None = None
@@ -228,19 +228,19 @@ def decode_body(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 
 def _refuse_unsupported(body: msgspec.Struct) -> None:
-    for name in refused_fields(type(body)):
+    for name, switched_off in refused_fields(type(body)).items():
         value = getattr(body, name)
-        if value is None or any(type(value) is type(off) and value == off for off in _OFF[name]):
+        if value is None or any(type(value) is type(off) and value == off for off in switched_off):
             continue
         instead = f": {_INSTEAD[name]} has taken its place" if name in _INSTEAD else ""
         raise bad_request(f"{name} is not supported{instead}", name)
 
 
 @cache
-def refused_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the fields of a body that are declared only to be refused with a clear message."""
+def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of a body that are declared only to be refused clearly, and the values that are taken."""
     declared = get_type_hints(kind)
-    return tuple(name for name in _OFF if declared.get(name) is Any)
+    return {name: off for name, off in _OFF.items() if declared.get(name) is Any}
 
 
 def _invalid(message: str) -> ApiError:

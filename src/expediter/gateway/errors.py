@@ -1,10 +1,11 @@
-"""Errors on the wire, in OpenAI's shape. Messages are ours: no paths, no reprs of what a client sent."""
+"""Errors on the wire, in OpenAI's shape or Anthropic's. Messages are ours: no paths, no reprs of what a client sent."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,6 +16,19 @@ from expediter.control.limits import Exceeded, Limit, Limits
 from expediter.core.errors import CapacityError, ReplicaError, RequestError
 
 logger = logging.getLogger(__name__)
+
+
+_MESSAGES_PATH: Final = "/v1/messages"
+_MESSAGES_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -50,8 +64,15 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, dict(self.headers or {}), "application/json")
+    def body_at(self, path: str) -> bytes:
+        """Return the JSON body in the shape of the API at a path: Anthropic's has one of its own."""
+        if not path.startswith(_MESSAGES_PATH):
+            return self.body()
+        kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def response(self, path: str = "") -> Response:
+        return Response(self.body_at(path), self.status, dict(self.headers or {}), "application/json")
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -119,6 +140,6 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error")
 
 
-async def handle_error(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001 - starlette's signature
+async def handle_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's exception handler for all of the above."""
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.url.path)

@@ -1,7 +1,8 @@
-"""A process that compiles clients' grammars: `python -m expediter.gateway.grammar_worker FOLDER`.
+"""A process that compiles clients' grammars: `python -m expediter.gateway.grammar_worker FOLDER PARENT`.
 
-It answers one question after the other on its standard streams, is killed when an answer takes too long, and ends when
-its standard input does. What survives here survives in a replica, which compiles the same text with the same limits.
+It answers one question after the other on its standard streams, and is killed when an answer takes too long. It ends
+when its standard input does, and when the gateway is gone, whose process id it is told. What survives here survives in
+a replica, which compiles the same text with the same limits.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import msgspec
 from expediter.core.errors import ConfigurationError, RequestError
 from expediter.core.request import Grammar
 from expediter.engine.structured import GrammarCompiler, GrammarKind, grammar_text
+from expediter.runtime.parent import die_with_parent
 
 LENGTH: Final = struct.Struct(">I")
-_ADDRESS_SPACE_BYTES: Final = 4 << 30
+_ADDRESS_SPACE_BYTES: Final = 2 << 30
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -41,8 +43,9 @@ class Answer(msgspec.Struct, frozen=True):
     is_late: bool = False
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, parent_pid: int) -> int:
     """Answer until standard input ends; return the exit code."""
+    die_with_parent(parent_pid)
     # Where memory runs out first, only this process dies.
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -82,4 +85,4 @@ def _receive(stream: BinaryIO) -> bytes | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

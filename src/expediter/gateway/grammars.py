@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
+import os
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +48,11 @@ class GrammarSpec:
     kind: GrammarKind
     text: str
     param: str
+
+    @property
+    def key(self) -> bytes:
+        """What it is known by: its kind and its text, which may be long."""
+        return hashlib.sha256(f"{self.kind} {self.text}".encode()).digest()
 
 
 def spec_of(body: GenerationBody) -> GrammarSpec | None:
@@ -127,7 +134,7 @@ class GrammarLimits:
     num_workers: int = 2
     max_waiting: int = 128
     max_wait_s: float = 10.0
-    max_known: int = 256
+    max_known: int = 128
 
     def __post_init__(self) -> None:
         if not min(self.deadline_s, self.max_wait_s) > 0:
@@ -140,13 +147,19 @@ class Grammars:
     """Compiles grammars for the model in a folder; lives on the gateway's event loop.
 
     Workers start when they are first needed. Leave it as an async context manager: no worker is left behind then.
+
+    Args:
+        count: told the outcome of each compilation: "compiled", "refused", "late" or "crashed".
     """
 
-    def __init__(self, folder: Path, limits: GrammarLimits | None = None) -> None:
+    def __init__(
+        self, folder: Path, limits: GrammarLimits | None = None, *, count: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._folder = folder
         self._limits = limits or GrammarLimits()
-        self._known: OrderedDict[GrammarSpec, _Known] = OrderedDict()
-        self._under_way: dict[GrammarSpec, asyncio.Task[Answer]] = {}
+        self._count = count
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[Answer]] = {}
         self._turns = asyncio.Semaphore(self._limits.num_workers)
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -173,46 +186,51 @@ class Grammars:
         """
         if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
             raise bad_request(f"{spec.param} exceeds {MAX_GRAMMAR_BYTES} bytes", spec.param)
-        known = self._known.get(spec)
+        key = spec.key
+        known = self._known.get(key)
         if known is not None and asyncio.get_running_loop().time() < known.until_s:
-            self._known.move_to_end(spec)
+            self._known.move_to_end(key)
             answer = known.answer
         else:
-            answer = await asyncio.shield(self._task(spec))
+            answer = await asyncio.shield(self._task(key, Question(spec.kind, spec.text)))
         if answer.error:
             raise bad_request(f"{spec.param}: {answer.error}", spec.param)
         return Grammar(answer.text)
 
-    def _task(self, spec: GrammarSpec) -> asyncio.Task[Answer]:
+    def _task(self, key: bytes, question: Question) -> asyncio.Task[Answer]:
         """Return the compilation of a grammar, one for all who want it."""
-        task = self._under_way.get(spec)
+        task = self._under_way.get(key)
         if task is None:
             if len(self._under_way) >= self._limits.num_workers + self._limits.max_waiting:
                 raise CapacityError(_BUSY)
-            task = self._under_way[spec] = asyncio.create_task(self._ask(spec))
-            task.add_done_callback(lambda done: self._settle(spec, done))
+            task = self._under_way[key] = asyncio.create_task(self._ask(question))
+            task.add_done_callback(lambda done: self._settle(key, done))
         return task
 
-    def _settle(self, spec: GrammarSpec, task: asyncio.Task[Answer]) -> None:
-        del self._under_way[spec]
+    def _settle(self, key: bytes, task: asyncio.Task[Answer]) -> None:
+        del self._under_way[key]
         if task.cancelled() or task.exception() is not None:
             return
         answer, now_s = task.result(), asyncio.get_running_loop().time()
         # What took too long once may only have met a busy machine.
-        self._known[spec] = _Known(answer, now_s + _TIMEOUT_KEPT_S if answer.is_late else math.inf)
+        self._known[key] = _Known(answer, now_s + _TIMEOUT_KEPT_S if answer.is_late else math.inf)
         if len(self._known) > self._limits.max_known:
             self._known.popitem(last=False)
 
-    async def _ask(self, spec: GrammarSpec) -> Answer:
+    async def _ask(self, question: Question) -> Answer:
         deadline_s = self._limits.deadline_s
         async with self._worker() as worker:
             try:
-                return await asyncio.wait_for(worker.ask(Question(spec.kind, spec.text)), deadline_s)
+                answer = await asyncio.wait_for(worker.ask(question), deadline_s)
+                self._count("refused" if answer.error else "compiled")
+                return answer
             except TimeoutError:
                 logger.warning("a grammar did not compile in %g s; its worker is killed", deadline_s)
+                self._count("late")
                 return Answer(error=f"the grammar did not compile within {deadline_s:g} s", is_late=True)
             except (EOFError, OSError):
                 logger.warning("a grammar ended the worker that compiled it")
+                self._count("crashed")
                 return Answer(error="the grammar is too complex")
 
     @contextlib.asynccontextmanager
@@ -275,10 +293,11 @@ class _Worker:
     async def start(cls, folder: Path) -> _Worker:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "expediter.gateway.grammar_worker", str(folder)),
+                *(sys.executable, "-m", "expediter.gateway.grammar_worker", str(folder), str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C is for the gateway
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # it reserves address space for each
             )
         )
 

@@ -158,7 +158,7 @@ def _seconds(in_body: float | None, given: _Given, header: bytes) -> float | Non
 
 
 def _in_range(milliseconds: float, where: str) -> float:
-    if not 0 < milliseconds <= MAX_TARGET_MS:
+    if not (milliseconds / 1000 > 0 and milliseconds <= MAX_TARGET_MS):  # the smallest floats are no time at all
         raise bad_request(f"{where} must be a number of milliseconds above 0, at most {MAX_TARGET_MS:.0f}", where)
     return milliseconds
 

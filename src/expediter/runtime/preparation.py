@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from expediter.core.errors import RequestError
 from expediter.core.plan import SequenceFailure
 from expediter.core.request import Grammar, Request
 from expediter.runtime.loop import Abort, Command, Drain, Explain, Resume
+
+_NUM_THREADS: Final = 2
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class Mailbox(Protocol):
 class PreparingInbox:
     """The loop's inbox: commands in order, but for those that wait for a grammar and what comes after them.
 
-    One thread compiles, one grammar after the other. All else happens in the loop's own thread.
+    Threads prepare, as many as the gateway checks grammars at once. All else happens in the loop's own thread.
 
     Args:
         mailbox: where commands arrive.
@@ -56,7 +58,7 @@ class PreparingInbox:
     def __init__(self, mailbox: Mailbox, prepare: Callable[[Grammar], None]) -> None:
         self._mailbox = mailbox
         self._prepare = prepare
-        self._threads = ThreadPoolExecutor(1, "grammar")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._held: dict[str, _Held] = {}
         self._drains: list[Drain] = []
 

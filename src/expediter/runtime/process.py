@@ -6,16 +6,15 @@ a step, and on Linux the kernel kills the replica when the gateway's process is 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Final, NamedTuple, Protocol
 
 from expediter.core.errors import ExpediterError, ReplicaError
@@ -43,6 +42,7 @@ from expediter.runtime.frames import (
     step_frame,
 )
 from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, Resume, SchedulerPort, StepRecord
+from expediter.runtime.parent import die_with_parent
 from expediter.runtime.preparation import Arrival, Prepared, PreparingInbox
 from expediter.runtime.spec import ReplicaSpec, decode_spec
 from expediter.scheduling.knowledge import Knowledge
@@ -50,7 +50,6 @@ from expediter.scheduling.knowledge import Knowledge
 HEARTBEAT_S: Final = 0.5
 _RECEIVE_BYTES: Final = 1 << 16
 _STUCK_EXIT_S: Final = 3.0
-_PR_SET_PDEATHSIG: Final = 1
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ class SocketSink:
 def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
     """Be a replica: read the spec from standard input, build, serve until the gateway is gone; return the exit code."""
     spec = decode_spec(sys.stdin.buffer.read())
-    _die_with_parent(spec.parent_pid)
+    die_with_parent(spec.parent_pid)
     with socket.socket(fileno=spec.socket_fd) as sock:
         inbox = SocketInbox(sock)
         inbox.start()  # before building: a gateway that leaves while a model loads is noticed
@@ -255,8 +254,6 @@ def replica_main(build: Callable[[ReplicaSpec], BuiltReplica]) -> int:
 def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: SocketInbox) -> None:
     clock = MonotonicClock()
     sink = SocketSink(sock, built.scheduler, clock)
-    preparing = PreparingInbox(inbox, built.executor.prepare)
-    loop = ReplicaLoop(built.scheduler, built.executor, clock, preparing, sink)
     sink.send(
         Hello(
             replica_id=spec.replica_id,
@@ -266,14 +263,8 @@ def _serve(spec: ReplicaSpec, built: BuiltReplica, sock: socket.socket, inbox: S
         )
     )
     sink.start_heartbeat()
-    while not inbox.closed:
-        if not loop.run_once():
-            inbox.wait(HEARTBEAT_S)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux); elsewhere end of file has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
-        os._exit(1)
+    with closing(PreparingInbox(inbox, built.executor.prepare)) as preparing:
+        loop = ReplicaLoop(built.scheduler, built.executor, clock, preparing, sink)
+        while not inbox.closed:
+            if not loop.run_once():
+                inbox.wait(HEARTBEAT_S)

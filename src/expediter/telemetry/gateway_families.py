@@ -89,6 +89,7 @@ BYTES: Final = Family(
 LIMITED: Final = Family(
     "expediter:gateway_limited", "counter", "Requests refused for a limit of their tenant.", ("tenant", "limit")
 )
+UNAUTHORIZED: Final = Family("expediter:gateway_unauthorized", "counter", "Requests refused for want of a valid key.")
 FAILURES: Final = Family(
     "expediter:gateway_attempt_failures", "counter", "Dispatches that failed, by cause.", ("backend", "cause")
 )
@@ -114,8 +115,8 @@ QUEUE_LENGTH: Final = Family("expediter:gateway_queue_requests", "gauge", "Reque
 QUEUE_TOKENS: Final = Family("expediter:gateway_queue_tokens", "gauge", "Their prompt tokens, estimated.")
 
 COUNTED: Final = (
-    *(REQUESTS, TTFT, TPOT, E2E, QUEUE, JUDGED, TOKENS, HITS, BYTES, LIMITED, FAILURES, RETRIES, ROUTED),
-    *(PREDICTED, PREDICTIONS, EJECTIONS, PROBES, IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS),
+    *(REQUESTS, TTFT, TPOT, E2E, QUEUE, JUDGED, TOKENS, HITS, BYTES, LIMITED, UNAUTHORIZED, FAILURES),
+    *(RETRIES, ROUTED, PREDICTED, PREDICTIONS, EJECTIONS, PROBES, IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS),
 )
 
 BACKEND_GAUGES: Final[dict[str, tuple[str, Callable[[ShownBackend], float | None]]]] = {

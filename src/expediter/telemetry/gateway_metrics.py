@@ -44,6 +44,7 @@ from expediter.telemetry.gateway_families import (
     TPOT,
     TPOT_BUCKETS_S,
     TTFT,
+    UNAUTHORIZED,
     Family,
 )
 from expediter.telemetry.process_place import ALONE, ProcessPlace
@@ -109,6 +110,10 @@ class GatewayMetrics:
         """Count a request out."""
         self._values[self._in_flight] -= 1.0
 
+    def unauthorized(self) -> None:
+        """Count a request that had no valid key; nothing more is known of it."""
+        self._add(UNAUTHORIZED)
+
     def queue(self, num_requests: int, num_tokens: int) -> None:
         """Show the central queue."""
         self._values[self._queue_length] = num_requests
@@ -166,7 +171,7 @@ class GatewayMetrics:
             self._add(PREDICTIONS)
             values[self._place(PREDICTED, "expected")] += record.predicted_ttft_s
             values[self._place(PREDICTED, "actual")] += actual_s
-            values[self._place(PREDICTED, "error")] += abs(record.predicted_ttft_s - actual_s)
+            values[self._place(PREDICTED, "absolute_error")] += abs(record.predicted_ttft_s - actual_s)
 
     def _attempted(self, record: ExchangeRecord) -> None:
         failure: str | None = None

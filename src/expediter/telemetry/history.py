@@ -30,11 +30,12 @@ Buckets = dict[int, int]
 
 
 class TenantCounts(msgspec.Struct):
-    """Requests of a tenant: within their targets, not within them, refused for its limits, all that ended."""
+    """Requests of a tenant: within their targets, not within them, refused for its limits, wrong, all that ended."""
 
     met: int = 0
     missed: int = 0
     limited: int = 0
+    wrong: int = 0
     ended: int = 0
     output_tokens: int = 0
 
@@ -69,6 +70,8 @@ class Interval(msgspec.Struct):
                 tenant.missed += 1
         if record.outcome is Outcome.OVER_LIMIT:
             tenant.limited += 1
+        elif record.outcome is Outcome.CLIENT_ERROR:
+            tenant.wrong += 1
         if record.outcome is not Outcome.OK:
             if met is False:
                 self._keep_slow(record)

@@ -89,6 +89,12 @@ class ServerMetrics:
             "vllm:request_queue_time_seconds", "Arrival to first scheduled.", _REQUEST_BUCKETS_S
         )
 
+        self._grammars = Counter(
+            "expediter:grammars",
+            "Grammars that were compiled for the first time, by outcome: compiled, refused, late or crashed.",
+            ("model_name", "outcome"),
+            registry=self.registry,
+        )
         self._decisions = DecisionMetrics(self.registry)
         # Of all replicas together: a request may go on at another one than where it began.
         self._live: dict[str, _Live] = {}
@@ -96,6 +102,10 @@ class ServerMetrics:
     def for_replica(self, replica_id: int) -> ReplicaMetrics:
         """Return the sink for the events of one replica."""
         return ReplicaMetrics(self, replica_id)
+
+    def count_grammar(self, outcome: str) -> None:
+        """Count a compilation by how it ended."""
+        self._grammars.labels(self._model_name, outcome).inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, _LABELS, registry=self.registry)

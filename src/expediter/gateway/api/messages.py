@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -10,19 +9,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from expediter.core.errors import ExpediterError
 from expediter.gateway.api.exchange import json_response, renamed_params, respond, tenant_of, terms_for
 from expediter.gateway.api.messages_body import MessagesBody, PromptBody
-from expediter.gateway.api.messages_rendering import MessagesRendering, error_object
+from expediter.gateway.api.messages_rendering import PATH, MessagesRendering
 from expediter.gateway.bodies import decode_body, read_body
-from expediter.gateway.errors import ApiError, to_api_error
 from expediter.gateway.service import Service
 
 _MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
 _PROMPT: Final = msgspec.json.Decoder(PromptBody)
 _PARAMS: Final = {"stop": "stop_sequences"}
-
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class MessagesApi:
@@ -33,8 +28,8 @@ class MessagesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/messages", _with_own_errors(self.create), methods=["POST"]),
-            Route("/v1/messages/count_tokens", _with_own_errors(self.count_tokens), methods=["POST"]),
+            Route(PATH, self.create, methods=["POST"]),
+            Route(f"{PATH}/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
     async def create(self, request: HttpRequest) -> Response:
@@ -51,18 +46,3 @@ class MessagesApi:
         chat = body.chat()
         prompt = await self._service.chat_prompt(chat, chat.tool_use())
         return json_response({"input_tokens": len(prompt.tokens)})
-
-
-def _with_own_errors(handler: Handler) -> Handler:
-    """Return the handler with its errors in Anthropic's shape."""
-
-    async def handle(request: HttpRequest) -> Response:
-        try:
-            return await handler(request)
-        except (ApiError, ExpediterError, RecursionError) as error:
-            told = to_api_error(error)
-            response = json_response(error_object(told), told.status)
-            response.headers.update(told.headers or {})
-            return response
-
-    return handle

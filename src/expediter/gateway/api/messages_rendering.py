@@ -1,4 +1,4 @@
-"""What `/v1/messages` answers: a message, or the events by which it comes about; and its errors."""
+"""What `/v1/messages` answers: a message, or the events by which it comes about."""
 
 from __future__ import annotations
 
@@ -15,23 +15,8 @@ from expediter.gateway.rendering import event
 from expediter.gateway.tools.base import CallDelta
 
 _Object = dict[str, Any]
+PATH: Final = "/v1/messages"
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERROR_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_object(error: ApiError) -> _Object:
-    """Return an error in Anthropic's shape."""
-    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.status, fallback), "message": error.message}}
 
 
 class MessagesRendering:
@@ -79,7 +64,7 @@ class MessagesRendering:
         yield _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
-        return event(error_object(error), "error")
+        return b"event: error\ndata: " + error.body_at(PATH) + b"\n\n"
 
     def _begin(self, block: _Object) -> Iterator[bytes]:
         yield from self._end_block()

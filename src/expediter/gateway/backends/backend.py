@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from expediter.control.fleet import ReplicaSnapshot
+from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot
 from expediter.control.health import Failure
 from expediter.control.routing.base import Placement
 from expediter.control.speed import Speed
@@ -76,11 +76,12 @@ class Backend:
 
     Attributes:
         replica_id: its number in fleets; never used again for another.
+        slot: its place in fleets and in the index of prefixes.
+        profile: what is known of its speed and the size of its cache.
         authorization: value of the Authorization header that it wants, None for none.
         models: that it serves now; empty before it was asked.
         max_model_len: longest sequence in tokens that it takes, None if it does not say.
         max_requests: most requests at once; None for no limit.
-        max_kv_tokens: tokens that its KV cache holds, None if it does not say.
         num_cache_tokens: that its KV cache keeps, as its events say, in its own tokens; None if they do not.
         is_draining: it gets no new requests.
         is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
@@ -96,15 +97,16 @@ class Backend:
     """
 
     replica_id: int
+    slot: int
     config: BackendConfig
     name: str
     address: Address
+    profile: ReplicaProfile = MIXED
     authorization: bytes | None = None
     kind: Kind = Kind.OTHER
     models: tuple[str, ...] = ()
     max_model_len: int | None = None
     max_requests: int | None = None
-    max_kv_tokens: int | None = None
     num_cache_tokens: int | None = None
     is_draining: bool = False
     is_ready: Callable[[], bool] | None = None
@@ -198,6 +200,32 @@ class BackendStatus:
     num_known_tokens: int
     num_dispatched: int
     outcomes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, backend: Backend, state: str, num_known_tokens: int, now_s: float) -> BackendStatus:
+        """Return a backend's status."""
+        reported, speed = backend.reported, backend.profile.speed
+        return cls(
+            replica_id=backend.replica_id,
+            name=backend.name,
+            url=backend.config.url,
+            kind=backend.kind.value,
+            state=state,
+            models=backend.models,
+            max_model_len=backend.max_model_len,
+            max_requests=backend.max_requests,
+            num_in_flight=backend.num_in_flight,
+            num_pending_tokens=backend.num_pending_tokens,
+            reported_age_s=None if reported is None else now_s - reported.at_s,
+            num_running=None if reported is None else reported.num_running,
+            num_waiting=None if reported is None else reported.num_waiting,
+            kv_use=None if reported is None else reported.kv_use,
+            speed=speed if speed.is_known else None,
+            num_cache_tokens=backend.num_cache_tokens,
+            num_known_tokens=num_known_tokens,
+            num_dispatched=backend.num_dispatched,
+            outcomes=dict(backend.outcomes),
+        )
 
 
 class Chosen(NamedTuple):

@@ -7,21 +7,16 @@ was sent where is kept in one index for all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 
-from expediter.control.fleet import Fleet, ReplicaProfile
 from expediter.control.health import Failure, FleetHealth, HealthConfig
-from expediter.control.learning import Answer, LearnedTtft, hopeful
-from expediter.control.routing.base import Candidate, Refusal, RouteQuery, Router
-from expediter.control.routing.build import RoutingConfig, make_router
-from expediter.control.routing.caches import IndexedCaches
-from expediter.control.speed import Speed
+from expediter.control.routing.base import Candidate
+from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
 from expediter.core.request import Request
@@ -29,22 +24,21 @@ from expediter.gateway.backends.backend import (
     Backend,
     BackendStatus,
     Chosen,
-    Counts,
     Dispatch,
     Ending,
     Kind,
     Reported,
-    Usage,
 )
 from expediter.gateway.backends.config import Address, BackendConfig
+from expediter.gateway.backends.fleets import ModelFleets
+from expediter.gateway.backends.sharing import Placed, SharedLoads
+from expediter.gateway.backends.speeds import Speeds
 from expediter.telemetry.exchanges import BackendEvents
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROUTING: Final = RoutingConfig(name="predicted_ttft", keep_sessions=True, index_block_tokens=128)
 """Of a server with backends."""
-_MAX_TOLD_KEYS: Final = 900
-"""A longer prompt's beginning will do: a message between processes has to fit into a datagram of 8 KiB."""
 _OWN_ADDRESS: Final = Address("localhost", 0)
 
 
@@ -61,48 +55,6 @@ class NobodyUp(NamedTuple):
 
     retry_after_s: float
     message: str = "no backend is up"
-
-
-class SharedLoads(Protocol):
-    """What the processes of one gateway tell each other of their dispatches."""
-
-    def publish(self, name: str, counts: Counts) -> None:
-        """Say what this process has at a backend."""
-        ...
-
-    def others(self, name: str) -> Counts:
-        """Return what all other processes have there."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Who serves one model."""
-
-    fleet: Fleet
-    router: Router
-    caches: IndexedCaches | None
-    members: dict[int, Backend] = field(default_factory=dict)
-    has_own: bool = False
-    num_paused: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """What is kept of a backend.
-
-    Attributes:
-        slot: its place in fleets and in the index.
-        learned_s: when its speed was last heard of.
-        tokens_ratio: tokens of prompts as the door counts them for each one of its own, smoothed.
-    """
-
-    backend: Backend
-    slot: int
-    learned: LearnedTtft = field(default_factory=LearnedTtft)
-    learned_s: float = 0.0
-    tokens_ratio: float = 1.0
-    profile: ReplicaProfile = field(default_factory=ReplicaProfile)
 
 
 def _nothing() -> None:
@@ -148,13 +100,12 @@ class Backends:
         self.on_placed: Callable[[bytes], None] | None = None
         self.health = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
         self._clock = clock
-        self._routing = routing
-        self._index = routing.index()
+        self._fleets = ModelFleets(routing, self.health)
+        self._speeds = Speeds(self._fleets.say_speed)
         self._environment = environment or {}
         self._events = events
         self._shared = shared
-        self._entries: dict[int, _Entry] = {}
-        self._groups: dict[str, _Group] = {}
+        self._backends: dict[int, Backend] = {}
         self._next_id = 0
 
     # ---- who there is
@@ -162,13 +113,13 @@ class Backends:
     @property
     def models(self) -> list[str]:
         """All models that somebody serves, in the order in which they were found."""
-        return list(self._groups)
+        return self._fleets.models
 
     def knows(self, model: str) -> bool:
-        return model in self._groups
+        return self._fleets.knows(model)
 
     def __iter__(self) -> Iterator[Backend]:
-        return (entry.backend for entry in self._entries.values())
+        return iter(self._backends.values())
 
     def named(self, name: str) -> Backend | None:
         return next((backend for backend in self if backend.name == name), None)
@@ -218,67 +169,49 @@ class Backends:
     def drain(self, backend: Backend) -> None:
         """Send a backend no new requests; what is in flight goes on."""
         backend.is_draining = True
-        self._sync_all(backend)
+        self._fleets.sync(backend)
 
     def remove(self, backend: Backend) -> None:
         """Forget a backend; what is in flight there goes on, and counts for nothing."""
         backend.is_draining = True
         self.serves(backend, ())
         self.health.leave(backend.replica_id)
-        entry = self._entries.pop(backend.replica_id, None)
-        if entry is not None:
-            self._index.remove(entry.slot)
+        self._speeds.leave(backend)
+        if self._backends.pop(backend.replica_id, None) is not None:
+            self._fleets.forget(backend)
             self.on_gone(backend)
 
-    def serves(self, backend: Backend, models: tuple[str, ...]) -> None:
+    def serves(self, backend: Backend, models: Sequence[str]) -> None:
         """Say which models a backend serves now."""
-        entry = self._entries.get(backend.replica_id)
-        if entry is None:
-            return
-        for model in backend.models:
-            if model not in models:
-                self._leave(model, backend)
-        added = [model for model in dict.fromkeys(models) if model not in backend.models]
-        backend.models = tuple(dict.fromkeys(models))
-        for model in added:
-            group = self._groups.get(model)
-            if group is None:
-                caches = None if self._routing.prefix_knowledge == "exact" else IndexedCaches(self._index, model)
-                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches), caches)
-            group.fleet.join(backend.replica_id, backend.snapshot, entry.profile, entry.slot)
-            group.members[backend.replica_id] = backend
-            group.has_own = group.has_own or backend.is_own
-            self._sync(group)
-        if added and not backend.is_draining:
+        if backend.replica_id in self._backends and self._fleets.serves(backend, models) and not backend.is_draining:
             self.on_room()
 
     def limits(self, backend: Backend, *, max_kv_tokens: int | None) -> None:
-        """Say what a backend's KV cache holds, in tokens as the door counts them."""
-        entry = self._entries.get(backend.replica_id)
-        if entry is not None and max_kv_tokens is not None:
-            backend.max_kv_tokens = max_kv_tokens
-            entry.profile = replace(entry.profile, max_kv_tokens=max_kv_tokens)
-            self._index.limit(entry.slot, max_kv_tokens)
+        """Say what a backend's KV cache holds, in its own tokens."""
+        if max_kv_tokens is None or max_kv_tokens == backend.profile.max_kv_tokens:
+            return
+        backend.profile = replace(backend.profile, max_kv_tokens=max_kv_tokens)
+        self._hold(backend, max_kv_tokens)
 
     def reported(self, backend: Backend, reported: Reported | None) -> None:
         """Say what a backend's metrics said, or None that they are too old to count."""
         backend.reported = reported
-        self._mark(backend)
+        self._fleets.mark(backend)
 
     def holds(self, backend: Backend, num_tokens: int, *, has_dropped: bool) -> None:
         """Say what a backend's cache holds, in its own tokens; once it drops something, it holds no more than that."""
-        entry = self._entries.get(backend.replica_id)
         backend.num_cache_tokens = num_tokens
-        if entry is not None and has_dropped:
-            self._index.limit(entry.slot, round(num_tokens * entry.tokens_ratio))
+        if has_dropped:
+            self._hold(backend, num_tokens)
 
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
-        entry = self._entries.get(backend.replica_id)
-        if entry is not None:
-            self._index.remove(entry.slot)
-            if backend.max_kv_tokens is not None:
-                self._index.limit(entry.slot, backend.max_kv_tokens)
+        if backend.replica_id in self._backends:
+            self._fleets.forget(backend)
+
+    def _hold(self, backend: Backend, num_tokens: int) -> None:
+        if backend.replica_id in self._backends:
+            self._fleets.limit(backend, round(num_tokens * self._speeds.tokens_ratio(backend)))
 
     # ---- requests
 
@@ -292,21 +225,19 @@ class Backends:
             excluded: numbers of backends that have failed it already.
         Cost: some 30 microseconds with four backends; see docs/routing.md.
         """
-        group = self._groups.get(model)
-        if group is None:
+        if not self._fleets.knows(model):
             return NobodyUp(1.0, "no backend serves this model")
         if self._shared is not None:
             self.look_around()
-        if group.num_paused or self.health.num_out or excluded or group.has_own:
-            self._sync(group, excluded)
-        decision = group.router.route(RouteQuery(request, now_s), group.fleet)
-        if isinstance(decision, Refusal):
-            return self._refused(group, excluded)
-        backend = group.members[decision.replica_id]
-        speed = self._entries[decision.replica_id].profile.speed
-        predicted_s = None
+        decision = self._fleets.route(request, model, now_s, excluded)
+        if decision is None:
+            if self._fleets.is_full(model, excluded):
+                return Busy()
+            waits_s = (each.up_in_s() for each in self._fleets.members(model) if each.up_in_s is not None)
+            return NobodyUp(min(waits_s, default=1.0))
+        backend = self._backends[decision.replica_id]
+        speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
-            num_cached = decision.num_cached_tokens
             predicted_s = backend.queue_s(speed) + speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
         return Chosen(backend, decision, model, predicted_s)
 
@@ -334,48 +265,35 @@ class Backends:
         backend.num_dispatched += 1
         backend.num_pending_tokens += num_new
         backend.num_context_tokens += num_tokens
-        for model in backend.models:
-            self._groups[model].fleet.dispatched(backend.replica_id)
+        self._fleets.dispatched(backend)
         if self._shared is not None:
             self._shared.publish(backend.name, backend.counts)
         if self.on_placed is not None:
-            self._say_placed(chosen, request)
+            self.on_placed(Placed(chosen.model, backend.name, self._fleets.keys(chosen.model, request)).message())
         if not backend.has_room:
-            self._sync_all(backend)
+            self._fleets.sync(backend)
         return dispatch
 
     def look_around(self) -> None:
         """See what the other processes have dispatched and ended since the last look."""
         if self._shared is None:
             return
-        for entry in self._entries.values():
-            backend = entry.backend
+        for backend in self:
             counts = self._shared.others(backend.name)
             if counts != backend.elsewhere:
                 had_room, backend.elsewhere = backend.has_room, counts
-                self._mark(backend)
+                self._fleets.mark(backend)
                 if backend.has_room != had_room:
-                    self._sync_all(backend)
+                    self._fleets.sync(backend)
                     if not had_room:
                         self.on_room()
 
     def placed_elsewhere(self, message: bytes) -> None:
         """Note where another process has sent a prompt; what is no such message changes nothing."""
-        try:
-            model, name, raw = msgspec.msgpack.decode(message, type=tuple[str, str, bytes])
-            keys = np.frombuffer(raw, "<u8").tolist()
-        except (msgspec.DecodeError, ValueError):
-            return
-        backend = self.named(name)
-        if backend is not None and model in backend.models:
-            self._index.record(self._entries[backend.replica_id].slot, keys)
-
-    def _say_placed(self, chosen: Chosen, request: Request) -> None:
-        caches = self._groups[chosen.model].caches
-        keys = [] if caches is None else caches.keys(request)[:_MAX_TOLD_KEYS]
-        if keys and self.on_placed is not None:
-            told = (chosen.model, chosen.backend.name, np.array(keys, "<u8").tobytes())
-            self.on_placed(msgspec.msgpack.encode(told))
+        placed = Placed.of(message)
+        backend = None if placed is None else self.named(placed.backend)
+        if placed is not None and backend is not None and placed.model in backend.models:
+            self._fleets.note(backend, placed.keys)
 
     def answered(self, dispatch: Dispatch, now_s: float) -> None:
         """Hear of a dispatch's first byte; called by the dispatch."""
@@ -412,11 +330,11 @@ class Backends:
             if dispatch.first_byte_s is not None:
                 backend.progress_s = now_s
                 self._heard(backend, self.health.succeeded, now_s)
-                self._learn(dispatch, ending.usage)
+                self._speeds.learn(dispatch, ending.usage)
             elif dispatch.is_trial:
                 self.health.abandoned(backend.replica_id)
         if not had_room and not backend.is_draining:
-            self._sync_all(backend)
+            self._fleets.sync(backend)
             self.on_room()
 
     def settle(self, dispatch: Dispatch) -> None:
@@ -427,27 +345,21 @@ class Backends:
             dispatch.backend.num_answered += 1
             self._changed(dispatch.backend)
 
-    def settle_expected(self, now_s: float) -> None:
-        """Settle what must have been computed by now where the first byte comes with the last."""
-        for entry in self._entries.values():
-            for dispatch in entry.backend.live:
+    def look_at_the_clock(self, now_s: float) -> None:
+        """Settle what must have been computed by now, and think of speeds what is to be thought by now."""
+        for backend in self:
+            for dispatch in backend.live:
                 expected_s = dispatch.predicted_ttft_s
+                # The first byte of a plain response comes with its last.
                 if not dispatch.is_stream and expected_s is not None and now_s >= dispatch.at_s + expected_s:
                     self.settle(dispatch)
+        self._speeds.compare(now_s)
 
-    def hope(self, now_s: float) -> None:
-        """Think well of those of whom nothing is known, or was heard for long, so that they are tried.
-
-        Who was slow and gets nothing looks better with time; who is new looks like the fastest of its rivals.
-        """
-        for entry in self._entries.values():
-            models = set(entry.backend.models)
-            others = (each for each in self._entries.values() if each is not entry and each.learned.is_enough)
-            rivals = [each.profile.speed for each in others if models & set(each.backend.models)]
-            if entry.learned.is_enough:
-                self._say_speed(entry, hopeful(entry.learned.speed(), rivals, now_s - entry.learned_s))
-            elif rivals:
-                self._say_speed(entry, replace(min(rivals, key=lambda speed: speed.token_s), is_known=False))
+    def _changed(self, backend: Backend) -> None:
+        """Say that what we have at a backend has changed."""
+        self._fleets.mark(backend)
+        if self._shared is not None:
+            self._shared.publish(backend.name, backend.counts)
 
     # ---- health
 
@@ -458,7 +370,7 @@ class Backends:
             self._events.ejected(backend.name)
         if failure is Failure.CONNECT:
             self.forget_prefixes(backend)  # its process is gone, and its cache with it
-        self._sync_all(backend)
+        self._fleets.sync(backend)
         self.on_ejected(backend)
 
     def probed(self, backend: Backend, failure: Failure | None, now_s: float) -> None:
@@ -477,7 +389,7 @@ class Backends:
 
     def due_probes(self, now_s: float) -> list[Backend]:
         """Return who is to be probed now; `probed` must follow for each."""
-        due = [self._entries[replica_id].backend for replica_id in self.health.due_probes(now_s)]
+        due = [self._backends[replica_id] for replica_id in self.health.due_probes(now_s)]
         for backend in due:
             if backend.is_own:  # its supervisor knows how it is
                 self.health.probed(backend.replica_id, None, now_s)
@@ -490,93 +402,18 @@ class Backends:
         if self.health.num_out < was_out:
             if not did_serve:
                 logger.info("backend %s is up again", backend.name)
-            self._sync_all(backend)
+            self._fleets.sync(backend)
             self.on_room()
-
-    # ---- fleets
-
-    def _sync_all(self, backend: Backend) -> None:
-        for model in backend.models:
-            self._sync(self._groups[model])
-
-    def _sync(self, group: _Group, excluded: Container[int] = ()) -> None:
-        """Let exactly those take requests who may."""
-        usable = self._usable(group)
-        group.num_paused = 0
-        for replica_id, backend in group.members.items():
-            if replica_id in usable and backend.has_room and replica_id not in excluded:
-                group.fleet.resume(replica_id)
-            else:
-                group.fleet.pause(replica_id)
-                group.num_paused += 1
-
-    def _usable(self, group: _Group) -> Container[int]:
-        """Return who is well and takes requests, room or not."""
-        ready = [replica_id for replica_id, backend in group.members.items() if backend.takes_requests]
-        return self.health.usable(ready)
-
-    def _refused(self, group: _Group, excluded: Container[int]) -> Busy | NobodyUp:
-        usable = self._usable(group)
-        full = (each for each, backend in group.members.items() if each in usable and not backend.has_room)
-        if any(each not in excluded for each in full):
-            return Busy()
-        waits_s = (backend.up_in_s() for backend in group.members.values() if backend.up_in_s is not None)
-        return NobodyUp(min(waits_s, default=1.0))
-
-    def _leave(self, model: str, backend: Backend) -> None:
-        group = self._groups[model]
-        group.fleet.leave(backend.replica_id)
-        del group.members[backend.replica_id]
-        group.has_own = any(member.is_own for member in group.members.values())
-        if not group.members:
-            del self._groups[model]
-
-    def _changed(self, backend: Backend) -> None:
-        """Say that what we have at a backend has changed."""
-        self._mark(backend)
-        if self._shared is not None:
-            self._shared.publish(backend.name, backend.counts)
-
-    def _mark(self, backend: Backend) -> None:
-        for model in backend.models:
-            self._groups[model].fleet.mark(backend.replica_id)
-
-    def _learn(self, dispatch: Dispatch, usage: Usage | None) -> None:
-        """Learn from the time until a dispatch's first byte."""
-        entry = self._entries.get(dispatch.backend.replica_id)
-        if entry is None or dispatch.first_byte_s is None or (usage is None and not dispatch.is_stream):
-            return
-        num_new, num_output = dispatch.num_new, 0
-        if usage is not None:
-            if usage.num_prompt_tokens > 0:
-                entry.tokens_ratio += 0.05 * (dispatch.num_tokens / usage.num_prompt_tokens - entry.tokens_ratio)
-            if usage.num_cached_tokens is not None and usage.num_prompt_tokens > 0:
-                share = 1 - min(1.0, usage.num_cached_tokens / usage.num_prompt_tokens)
-                num_new = round(dispatch.num_tokens * share)
-            num_output = 0 if dispatch.is_stream else usage.num_output_tokens
-        elapsed_s = dispatch.first_byte_s - dispatch.at_s
-        speed = entry.learned.observe(Answer(dispatch.num_ahead, num_new, dispatch.num_beside, num_output, elapsed_s))
-        if speed is not None:
-            entry.learned_s = dispatch.first_byte_s
-            self._say_speed(entry, speed)
-            if not all(each.learned.is_enough for each in self._entries.values()):
-                self.hope(dispatch.first_byte_s)
-
-    def _say_speed(self, entry: _Entry, speed: Speed) -> None:
-        if speed == entry.profile.speed:
-            return
-        entry.profile = replace(entry.profile, speed=speed)
-        for model in entry.backend.models:
-            self._groups[model].fleet.learned(entry.backend.replica_id, speed)
 
     def _enter(self, config: BackendConfig, name: str, address: Address) -> Backend:
         if self.named(name) is not None:
             raise ConfigurationError(f"there is a backend {name!r} already")
-        backend = Backend(self._next_id, config, name, address, max_requests=config.max_requests)
-        taken = {entry.slot for entry in self._entries.values()}
+        taken = {each.slot for each in self}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        backend = Backend(self._next_id, slot, config, name, address, max_requests=config.max_requests)
         self._next_id += 1
-        self._entries[backend.replica_id] = _Entry(backend, slot)
+        self._backends[backend.replica_id] = backend
+        self._speeds.join(backend)
         self.health.join(backend.replica_id, self._clock.now())
         return backend
 
@@ -584,43 +421,21 @@ class Backends:
 
     def names(self, candidates: Iterable[Candidate]) -> tuple[str, ...]:
         """Return the names of those that were compared; "" for one that is gone."""
-        entries = self._entries
-        return tuple(
-            [entries[each.replica_id].backend.name if each.replica_id in entries else "" for each in candidates]
-        )
+        here = self._backends
+        return tuple([here[each.replica_id].name if each.replica_id in here else "" for each in candidates])
 
     @property
     def index_bytes(self) -> int:
         """Memory of the index of prefixes."""
-        return self._index.num_bytes
+        return self._fleets.index_bytes
 
     def status(self) -> list[BackendStatus]:
         """Return what there is to know of each backend."""
-        return [self._status(entry) for entry in self._entries.values()]
+        return [self._status(backend) for backend in self]
 
-    def _status(self, entry: _Entry) -> BackendStatus:
-        backend, reported = entry.backend, entry.backend.reported
-        return BackendStatus(
-            replica_id=backend.replica_id,
-            name=backend.name,
-            url=backend.config.url,
-            kind=backend.kind.value,
-            state=self._state(backend),
-            models=backend.models,
-            max_model_len=backend.max_model_len,
-            max_requests=backend.max_requests,
-            num_in_flight=backend.num_in_flight,
-            num_pending_tokens=backend.num_pending_tokens,
-            reported_age_s=None if reported is None else self._clock.now() - reported.at_s,
-            num_running=None if reported is None else reported.num_running,
-            num_waiting=None if reported is None else reported.num_waiting,
-            kv_use=None if reported is None else reported.kv_use,
-            speed=entry.profile.speed if entry.profile.speed.is_known else None,
-            num_cache_tokens=backend.num_cache_tokens,
-            num_known_tokens=self._index.num_held_tokens(entry.slot),
-            num_dispatched=backend.num_dispatched,
-            outcomes=dict(backend.outcomes),
-        )
+    def _status(self, backend: Backend) -> BackendStatus:
+        num_known_tokens = self._fleets.num_known_tokens(backend)
+        return BackendStatus.of(backend, self._state(backend), num_known_tokens, self._clock.now())
 
     def _state(self, backend: Backend) -> str:
         if backend.is_draining:

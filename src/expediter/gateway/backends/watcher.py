@@ -187,8 +187,7 @@ class Watcher:
             reported = backend.reported
             if reported is not None and now_s > reported.at_s + self._config.stale_s:
                 self._backends.reported(backend, None)
-        self._backends.settle_expected(now_s)
-        self._backends.hope(now_s)
+        self._backends.look_at_the_clock(now_s)
         for backend in self._backends.due_probes(now_s):
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 

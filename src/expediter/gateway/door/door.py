@@ -18,7 +18,7 @@ from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.exchange import Exchange
 from expediter.gateway.door.parts import DoorParts
-from expediter.gateway.errors import ApiError
+from expediter.gateway.errors import ApiError, over_limit
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Answer, Reply
 from expediter.gateway.http.wire import HttpRequest
@@ -35,14 +35,24 @@ MODEL_PATHS: Final = frozenset(
 )
 """Paths whose POST is for a model and may be answered by any backend that serves it."""
 _SWEEP_S: Final = 0.1
+_LARGE_DIGITS: Final = 6
+"""Of the length of a body that is worth a look at its tenant's limits before it is read."""
 
 
-class InFlightGauge(Protocol):
-    """Shows how many requests are under way."""
+def _is_large(request: HttpRequest) -> bool:
+    """Return whether a body has 100,000 bytes or more, or does not say how many."""
+    length = request.header(b"content-length")
+    return length is None or len(length) >= _LARGE_DIGITS
+
+
+class Counts(Protocol):
+    """Shows how many requests are under way, and how many had no key."""
 
     def entered(self) -> None: ...
 
     def left(self) -> None: ...
+
+    def unauthorized(self) -> None: ...
 
 
 class Door:
@@ -59,14 +69,14 @@ class Door:
         tenants: Tenants,
         drain: Drain,
         app: ASGIApp,
-        gauge: InFlightGauge,
+        counts: Counts,
         sinks: Sequence[ExchangeSink],
     ) -> None:
         self._parts = parts
         self._tenants = tenants
         self._drain = drain
         self._app = app
-        self._gauge = gauge
+        self._counts = counts
         self._sinks = sinks
         self._live: dict[str, Exchange] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -88,13 +98,21 @@ class Door:
     # ---- requests
 
     def admit(self, request: HttpRequest) -> Answer | None:
-        """Refuse who has no key, and new work while draining."""
+        """Refuse who has no key, new work while draining, and large bodies of who is over its limits anyway."""
+        tenant = None
         if request.path not in OPEN_PATHS:
-            request.context = self._tenant(request)
-            if request.context is None:
+            request.context = tenant = self._tenant(request)
+            if tenant is None:
+                self._counts.unauthorized()
                 return self._refusal(request, refusals.no_key())
-        if self._drain.is_draining and request.method == "POST":
+        if request.method != "POST":
+            return None
+        if self._drain.is_draining:
             return self._refusal(request, refusals.shutting_down())
+        if tenant is not None and request.path in MODEL_PATHS and _is_large(request):
+            exceeded = self._parts.limits.refusal(tenant.name, request.arrived_s)
+            if exceeded is not None:
+                return self._turned_away(request, tenant, over_limit(exceeded, tenant.limits))
         return None
 
     def handle(self, request: HttpRequest, reply: Reply) -> None:
@@ -107,7 +125,7 @@ class Door:
         if tenant is not None and request.path in MODEL_PATHS:
             exchange = Exchange(self._parts, request, reply, tenant, self._ended)
             self._live[exchange.request_id] = exchange
-            self._gauge.entered()
+            self._counts.entered()
             exchange.begin()
         else:
             self._ask_app(request, reply, tenant).task.add_done_callback(lambda _: self._drain.leave())
@@ -119,7 +137,7 @@ class Door:
     def _ask_app(self, request: HttpRequest, reply: Reply, tenant: Tenant | None) -> AsgiCall:
         shown_id = request.client_request_id
         extra = () if shown_id is None else ((b"x-request-id", shown_id),)
-        failure = refusals.answer(refusals.internal_error(), shown_id)
+        failure = refusals.answer(refusals.internal_error(), shown_id, request.path)
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
@@ -135,8 +153,25 @@ class Door:
                 key = value
         return self._tenants.of(bearer, key)
 
+    def _turned_away(self, request: HttpRequest, tenant: Tenant, error: ApiError) -> Answer:
+        """Refuse a request whose body is not here yet, and record it as any other."""
+        record = ExchangeRecord(
+            request_id=self._parts.ids.new(),
+            client_request_id=(request.client_request_id or b"").decode("ascii") or None,
+            tenant=tenant.name,
+            path=request.path,
+            arrived_s=request.arrived_s,
+            ended_s=time.monotonic(),
+            status=error.status,
+            outcome=refusals.outcome_of(error.status),
+            error_code=refusals.recorded_code(error),
+        )
+        for sink in self._sinks:
+            sink.record(record)
+        return self._refusal(request, error)
+
     def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
-        return refusals.answer(error, request.client_request_id)
+        return refusals.answer(error, request.client_request_id, request.path)
 
     # ---- exchanges
 
@@ -153,7 +188,7 @@ class Door:
 
     def _ended(self, record: ExchangeRecord) -> None:
         del self._live[record.request_id]
-        self._gauge.left()
+        self._counts.left()
         self._drain.leave()
         for sink in self._sinks:
             sink.record(record)

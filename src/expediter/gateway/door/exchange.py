@@ -156,7 +156,7 @@ class Exchange:
             model = next(filter(tenant.may_use, parts.backends.models), "")
             request.body = with_model(request.body, model)  # a backend's default may be another
         if not parts.backends.knows(model) or not tenant.may_use(model):
-            raise refusals.no_such_model(filter(tenant.may_use, parts.backends.models))
+            raise self._unknown_model()
         self.model = model
         terms = self._terms = terms_of(body, request.headers, tenant)
         max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
@@ -179,6 +179,12 @@ class Exchange:
         if isinstance(reserved, Exceeded):
             raise over_limit(reserved, tenant.limits)
         self._reservation = reserved
+
+    def _unknown_model(self) -> ApiError:
+        backends = self._parts.backends
+        if any(not backend.models and not backend.is_draining for backend in backends) or not list(backends):
+            return refusals.nobody_up("no backend is up, or one that is not may serve this model", 1.0)
+        return refusals.no_such_model(filter(self._tenant.may_use, backends.models))
 
     # ---- to a backend
 
@@ -374,8 +380,8 @@ class Exchange:
         now_s = time.monotonic()
         if self._dispatch is not None:
             self._dispatch.ended(outcome, now_s)
-        self._reply.send(*refusals.answer(error, self._shown_id))
-        self._finish(error.status, outcome, now_s, error.code)
+        self._reply.send(*refusals.answer(error, self._shown_id, self._request.path))
+        self._finish(error.status, outcome, now_s, refusals.recorded_code(error))
 
     def _finish(
         self, status: int, outcome: Outcome, now_s: float, code: str | None = None, answered: Answered | None = None

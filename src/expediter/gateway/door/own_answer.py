@@ -35,7 +35,7 @@ class OwnAnswer:
 
     def start(self, app: ASGIApp, request: HttpRequest, reply: Reply, shown_id: bytes, tenant: Tenant) -> None:
         """Let the application answer."""
-        failure = refusals.answer(refusals.internal_error(), shown_id)
+        failure = refusals.answer(refusals.internal_error(), shown_id, request.path)
         AsgiCall(app, request, reply, failure, ((b"x-request-id", shown_id),), {"tenant": tenant}, self)
 
     def app_head(self, status: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from starlette.types import ASGIApp
 
-from expediter.control.limits import TenantLimits
+from expediter.control.limits import Exceeded, Reservation
 from expediter.control.retry import RetryBudget, RetryConfig
 from expediter.gateway.backends.backend import Backend
 from expediter.gateway.backends.registry import Backends
@@ -62,6 +62,18 @@ class Pools:
         )
 
 
+class Reserving(Protocol):
+    """The limits of tenants."""
+
+    def reserve(self, tenant: str, num_tokens: int, now_s: float) -> Reservation | Exceeded:
+        """Count a request in that may take so many tokens, or say which limit keeps it out."""
+        ...
+
+    def refusal(self, tenant: str, now_s: float) -> Exceeded | None:
+        """Return which limit would keep any request out; nothing is counted."""
+        ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class DoorParts:
     """The parts.
@@ -72,7 +84,7 @@ class DoorParts:
     """
 
     backends: Backends
-    limits: TenantLimits
+    limits: Reserving
     room: WaitingRoom
     patience: Patience
     retry: RetryConfig

@@ -10,13 +10,13 @@ from expediter.gateway.http.reply import Answer
 from expediter.telemetry.exchanges import Outcome
 
 
-def answer(error: ApiError, shown_id: bytes | None = None) -> Answer:
-    """Return an error as a whole response."""
+def answer(error: ApiError, shown_id: bytes | None = None, path: str = "") -> Answer:
+    """Return an error as a whole response, in the shape of the API at `path`."""
     headers = [(b"content-type", b"application/json")]
     headers += [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in (error.headers or {}).items()]
     if shown_id is not None:
         headers.append((b"x-request-id", shown_id))
-    return Answer(error.status, headers, error.body())
+    return Answer(error.status, headers, error.body_at(path))
 
 
 def no_key() -> ApiError:
@@ -57,6 +57,11 @@ def backend_failed(failure: Failure) -> ApiError:
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal error", type="server_error")
+
+
+def recorded_code(error: ApiError) -> str | None:
+    """Return what a record says of an error: of a limit its kind, of all others their code."""
+    return error.type if outcome_of(error.status) is Outcome.OVER_LIMIT else error.code
 
 
 def outcome_of(status: int) -> Outcome:

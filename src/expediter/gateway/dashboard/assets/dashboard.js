@@ -247,7 +247,7 @@
       const judged = total("met") + total("missed");
       return [
         name || "everybody", number(total("ended")), judged ? share(total("met") / judged) : "–", number(total("missed")),
-        number(total("limited")), number(total("output_tokens") / span),
+        number(total("limited")), number(total("wrong")), number(total("output_tokens") / span),
       ];
     });
     cells("tenants", rows, "No request has ended yet.");
