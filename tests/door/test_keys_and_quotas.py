@@ -102,7 +102,7 @@ def test_what_a_request_did_not_use_is_there_for_the_next(mocks: list[MockBacken
 
 
 def test_a_flood_meets_a_bounded_queue_and_what_is_admitted_is_in_time(
-    mocks: list[MockBackend], tmp_path: Path
+    mocks: list[MockBackend],
 ) -> None:
     """Case 41 (vllm #18826, TGI #1733): room for 8 at once and 16 waiting; 300 come.
 
