@@ -179,9 +179,8 @@ def expediter(folder: Path, *flags: str) -> Command:
             "max_concurrent_requests = 100000\n"
         )
         urls = [word for backend in backends for word in ("--backend", f"http://127.0.0.1:{backend}")]
-        admin = str(free_ports(1)[0])
         serve = [sys.executable, "-m", "expediter.cli.main", "serve", *urls, "--config", str(config)]
-        return [*serve, "--port", str(port), "--admin-port", admin, *flags]
+        return [*serve, "--port", str(port), *flags]
 
     return command
 
