@@ -59,6 +59,8 @@ _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
+_STEP_SHARE: Final = 0.25
+"""Without any, a short prompt would be thought to cost those who decode nothing, however many they are."""
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
 """Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
 _LEAST_TOKEN_S: Final = 1e-9
@@ -101,15 +103,16 @@ class LearnedTtft:
             self._fit(answer)
 
     def speed(self) -> Speed:
-        """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
+        """Return what is known. How much of the overhead is a step's own time cannot be told from answers; some is."""
         overhead_s, token_s, decode_s, _ = self._fitted
+        overhead_s *= self._pace
         return Speed(
-            step_s=0.0,
+            step_s=overhead_s * _STEP_SHARE,
             token_s=max(_LEAST_TOKEN_S, token_s * self._pace),
             decode_s=decode_s * self._pace,
             context_s=0.0,
             budget_tokens=1 << 30,
-            overhead_s=overhead_s * self._pace,
+            overhead_s=overhead_s * (1 - _STEP_SHARE),
             is_known=True,
         )
 
@@ -144,6 +147,7 @@ def hopeful(speed: Speed, rivals: Sequence[Speed], unheard_s: float) -> Speed:
 
     return replace(
         speed,
+        step_s=closer(speed.step_s, min(each.step_s for each in rivals)),
         overhead_s=closer(speed.overhead_s, min(each.overhead_s for each in rivals)),
         token_s=closer(speed.token_s, min(each.token_s for each in rivals)),
         decode_s=closer(speed.decode_s, min(each.decode_s for each in rivals)),
@@ -165,13 +169,14 @@ def alike(speed: Speed, rivals: Sequence[Speed], num_tokens: float) -> Speed:
     """
 
     def first_s(each: Speed) -> float:
-        return each.overhead_s + num_tokens * each.token_s
+        return each.overhead_s + each.prefill_s(num_tokens, 0)
 
     own_s = first_s(speed)
     close = [speed, *(each for each in rivals if own_s <= _ALIKE * first_s(each) and first_s(each) <= _ALIKE * own_s)]
     # fsum does not depend on the order: replicas that are alike have equal speeds to the last bit.
     return replace(
         speed,
+        step_s=math.fsum(each.step_s for each in close) / len(close),
         overhead_s=math.fsum(each.overhead_s for each in close) / len(close),
         token_s=math.fsum(each.token_s for each in close) / len(close),
         decode_s=math.fsum(each.decode_s for each in close) / len(close),
