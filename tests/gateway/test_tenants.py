@@ -8,12 +8,13 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live_server import LiveServer, Reply, start_fake_server, wait_until
+from live_server import LiveServer, Reply, start_fake_server, start_process, wait_until
 
 from expediter.assembly.file_config import load_file_config
 from expediter.cli.main import main
@@ -230,6 +231,39 @@ def test_the_file_changes_under_a_running_server(live: LiveServer, file: Path) -
     file.unlink()
     live.process.send_signal(signal.SIGHUP)
     assert status(live, "key-d") == 200
+
+
+def test_the_file_changes_under_several_processes(file: Path) -> None:
+    """All of them read it again, and one that is started again knows what the others know."""
+    flags = (
+        "serve",
+        "--backend",
+        "http://127.0.0.1:9",
+        "--gateway-processes",
+        "2",
+        "--port",
+        "0",
+        "--config",
+        str(file),
+    )
+    with start_process(sys.executable, "-m", "expediter.cli.main", *flags) as server:
+        pids = server.replica_pids()
+        assert len(pids) == 2
+
+        def all_say(key: str, expected: int) -> bool:
+            return {status(server, key) for _ in range(20)} == {expected}  # the kernel deals connections at random
+
+        assert all_say("key-a", 200)
+        file.write_text(text(carol=key_line("key-c")))
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: all_say("key-a", 401) and all_say("key-c", 200), what="all know it")
+        file.write_text("[tenants")
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: len(set(server.replica_pids()) - set(pids)) == 1, what="another takes its place")
+        for _ in range(10):
+            assert all_say("key-a", 401)
+        wait_until(lambda: all_say("key-c", 200), what="the new one answers")
+        assert server.stop() == 0
 
 
 def test_a_server_does_not_start_with_a_file_that_is_wrong(model_folder: Path, file: Path) -> None:

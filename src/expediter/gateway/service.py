@@ -111,7 +111,7 @@ class Service:
         self.recent = RecentRequests(config.max_recent)
         self._clock = clock
         self._ids = itertools.count()
-        self._tool_format = tool_format_of(text)
+        self._tool_format = tool_format_of(text.chat_template)
         self.prompts = Prompts(text, self._tool_format)
 
     def close(self) -> None:
