@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import uvloop
@@ -45,6 +47,9 @@ from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
+
+_GC_ALLOCATIONS: Final = 100_000
+"""Objects made, less objects gone, before the garbage collector looks at the youngest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,7 @@ class FrontDoor:
         if self._sharing is not None:
             self._sharing.start(self.backends)
         self.door.start()
+        _relieve_collector()
 
     async def stop(self) -> None:
         """Let go of everybody."""
@@ -306,3 +312,13 @@ def ready_line(config: DoorConfig, sock: socket.socket, admin: socket.socket | N
     """Return what is announced: where what is served, and where the admin API is."""
     line = f"ready: {url_of(config.host, sock.getsockname()[1])} {what}"
     return line if admin is None else f"{line}, admin: {url_of(config.admin_host, admin.getsockname()[1])}"
+
+
+def _relieve_collector() -> None:
+    """Let the garbage collector look less often, and not at what stays: a forwarded request leaves no cycles behind.
+
+    With the usual thresholds it takes a quarter of the time of a forwarded request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS, 50, 50)

@@ -27,6 +27,8 @@ _TITLES: Final = {
     b"x-session-affinity": "X-Session-Affinity",
     b"session_id": "session_id",
 }
+TERM_HEADERS: Final = frozenset(_TITLES)
+"""Names of the headers that `terms_of` looks at."""
 _FIELDS: Final = {b"x-slo-ttft-ms": "ttft_ms", b"x-slo-tpot-ms": "tpot_ms", b"x-deadline-ms": "deadline_ms"}
 _Given = dict[bytes, bytes]
 

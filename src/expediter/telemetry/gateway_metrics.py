@@ -311,13 +311,11 @@ class _Shown(Collector):
         return []  # nothing is asked of anybody while the server is put together
 
     def collect(self) -> Iterator[Metric]:
-        rows = self._rows()
-        for family in COUNTED:
-            metric = _empty(family)
-            for key, values in rows.items():
-                if key[0] == family.name:
-                    _add_row(metric, family, key[1:], values)
-            yield metric
+        metrics = {family.name: (family, _empty(family)) for family in COUNTED}
+        for (name, *labels), values in self._rows().items():
+            family, metric = metrics[name]
+            _add_row(metric, family, labels, values)
+        yield from (metric for _, metric in metrics.values())
         yield from _of_backends(self._backends())
 
 

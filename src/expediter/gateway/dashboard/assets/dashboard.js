@@ -136,7 +136,7 @@
       grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid"), width: 1 },
     };
     const options = {
-      width: box.clientWidth, height: 190, padding: [8, 12, 0, 0],
+      width: box.clientWidth, height: 190, padding: [8, 22, 0, 0],
       scales: { y: { distr: definition.log ? 3 : 1, range: (u, low, high) => range(definition, low, high) } },
       axes: [
         { ...axis, size: 30, values: (u, splits) => splits.map((s) => clock(s).slice(0, 5)), space: 60, incrs: [60, 120, 300, 600] },
@@ -226,7 +226,7 @@
     const fill = element("i");
     fill.style.width = `${Math.min(of, 1) * 100}%`;
     track.append(fill);
-    cell.append(track, share(of));
+    cell.append(track, element("span", share(of), "figure"));
     return cell;
   };
 
