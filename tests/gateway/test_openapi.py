@@ -23,8 +23,8 @@ from expediter.gateway.app import own_routes
 from expediter.gateway.bodies import refused_fields
 from expediter.gateway.openapi import OPERATIONS, document
 
-NUM_EXAMPLES = 25
-BUDGET_S = 5.0
+NUM_EXAMPLES = 15
+BUDGET_S = 3.0
 """Of each kind per operation; examples beyond it are not tried. Some take seconds: grammars, long outputs."""
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 ASKED_FOR = {"late", "deadline_exceeded"}
