@@ -80,6 +80,16 @@ def test_an_ejection_doubles_up_to_its_most_and_starts_anew_after_a_good_time():
     assert probe(made, now_s + 0.3)
 
 
+def test_when_one_that_is_out_may_be_back():
+    made = health(jitter=0.0)
+    assert made.back_in_s(1, 1.0) == 0.0
+    made.failed(1, Failure.CONNECT, 1.0)
+    assert made.back_in_s(1, 1.0) == pytest.approx(0.25)
+    probe(made, 1.25, Failure.CONNECT)
+    assert made.back_in_s(1, 1.25) == pytest.approx(0.5)
+    assert made.back_in_s(1, 9.0) == made.back_in_s(7, 9.0) == 0.0
+
+
 def test_one_that_listens_again_is_back_with_the_probe():
     made = health()
     made.failed(1, Failure.CONNECT, 0.0)

@@ -1,9 +1,13 @@
 """What a cache holds, from its events: nothing that was dropped is believed in, whatever is missed or comes twice."""
 
+from itertools import pairwise
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expediter.control.kv_contents import CacheContents, Cleared, Removed, Stored
+from expediter.control.kv_contents import CacheContents, Cleared, News, Removed, Stored
+from expediter.control.prefix_index import prefix_keys, root_key
 
 events = st.one_of(
     st.lists(st.integers(0, 9), max_size=4).map(lambda hashes: Stored(tuple(hashes), 16)),
@@ -55,6 +59,35 @@ def test_an_engine_that_begins_anew_has_an_empty_cache():
 
 def test_news_say_what_is_gone():
     contents = CacheContents()
-    assert contents.apply(0, [Stored((1,), 16)]) == (False, False)
-    assert contents.apply(1, [Removed((1,))]) == (False, True)
-    assert contents.apply(2, [Cleared()]) == (True, False)
+    assert contents.apply(0, [Stored((1,), 16)]) == News()
+    assert contents.apply(1, [Removed((1,))]) == News(has_dropped=True)
+    assert contents.apply(2, [Cleared()]) == News(is_lost=True)
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.sampled_from(["", "salt"]), st.data())
+def test_blocks_have_the_numbers_of_their_prompts_prefixes(num_before, num_blocks, salt, data):
+    """Stored in one go or one after the other, in blocks as large as the index's or larger."""
+    block_tokens = data.draw(st.sampled_from([16, 32]))
+    prompt = np.arange((num_before + num_blocks) * block_tokens, dtype=np.int32)
+    contents = CacheContents()
+    contents.root = root_key(salt)
+    found = []
+    cuts = [num_before] if num_before else []
+    for number, (begin, end) in enumerate(pairwise([0, *cuts, num_before + num_blocks])):
+        tokens = tuple(prompt[begin * block_tokens : end * block_tokens].tolist())
+        names = tuple(range(begin, end))
+        news = contents.apply(number, [Stored(names, block_tokens, begin - 1 if begin else None, tokens)])
+        found += [key for keys in news.stored for key in keys]
+    assert found == prefix_keys(prompt, salt, 16)
+    dropped = contents.apply(number + 1, [Removed((num_before + num_blocks - 1,))]).dropped
+    assert dropped == found[-block_tokens // 16 :]
+
+
+def test_blocks_of_unknown_place_have_no_numbers():
+    contents = CacheContents()
+    contents.root = 0
+    tokens = tuple(range(16))
+    assert contents.apply(0, [Stored((1,), 16, "who", tokens)]).stored == []
+    assert contents.apply(1, [Stored((2,), 16, None, ())]).stored == []
+    assert contents.apply(2, [Stored((3,), 24, None, tuple(range(24)))]).stored == []
+    assert contents.num_tokens == 16 + 16 + 24

@@ -17,7 +17,6 @@ from expediter.control.limits import (
     Reservation,
     TenantLimits,
     Usage,
-    most_tokens,
 )
 from expediter.core.errors import ConfigurationError
 
@@ -140,12 +139,6 @@ def test_new_limits_keep_what_is_used():
     limits.replace({"a": Limits(max_requests_per_minute=1)}, 1.0)
     taken(limits.reserve("a", 1, 1.0))
     refused(limits.reserve("a", 1, 1.0))
-
-
-def test_what_to_reserve():
-    assert most_tokens(10, 5) == 15
-    assert most_tokens(10, 5, 3) == 25
-    assert most_tokens(10, None) == 10 + 1024
 
 
 @pytest.mark.parametrize("name", ["max_requests_per_minute", "max_tokens_per_minute", "max_concurrent_requests"])

@@ -219,7 +219,7 @@ def test_a_flood_keeps_nobody_else_out():
         assert queue.offer(request(f"calm{number}", tenant="calm"), 0.0) is None
     leavers = queue.leavers(0.0)
     assert [(one.request.request_id, one.cause) for one in leavers] == [
-        (f"flood{number}", Cause.DISPLACED) for number in (9, 8, 7, 6, 5)
+        (f"flood{number}", Cause.PUSHED_OUT) for number in (9, 8, 7, 6, 5)
     ]
     assert queue.offer(request("calm5", tenant="calm"), 0.0) is not None  # five each
     assert queue.offer(request("flood20", tenant="flood"), 0.0) is not None
@@ -279,6 +279,35 @@ def test_a_queue_that_has_stopped_says_so():
     later = queue.offer(request("y"), now_s + 30).retry_after_s
     assert later > 1.5
     assert queue.offer(request("z"), now_s + 10_000).retry_after_s == 60.0
+
+
+@pytest.mark.parametrize("ordering", ["fcfs", "fair_share", "slo"])
+def test_in_a_flood_those_that_are_served_are_in_time_and_nobody_idles(ordering):
+    """Case 41: five times as many requests as four slots can serve, each of which would rather be refused than late."""
+    queue = make(ordering, max_requests=1000, max_tokens=10**6)
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(1 / 40, 2400)).tolist()
+    free_s, waits, refused = [0.0] * 4, [], 0
+    while arrivals or len(queue):
+        slot = min(range(4), key=free_s.__getitem__)
+        if len(queue) and (not arrivals or free_s[slot] <= arrivals[0]):
+            now_s = max(free_s[slot], 0.0)
+            turn = queue.first(now_s)
+            if turn is not None:
+                queue.start(turn, now_s)
+                waits.append(now_s - turn.arrival_s)
+                free_s[slot] = now_s + 0.5
+        else:
+            now_s = arrivals.pop(0)
+            one = request(f"r{len(arrivals)}", at_s=now_s, tenant="ab"[len(arrivals) % 2], ttft_s=2.0, refuse_late=True)
+            assert queue.offer(one, now_s) is None
+            free_s = [max(each, now_s) for each in free_s]
+        for leaver in queue.leavers(now_s):
+            assert leaver.cause is Cause.LATE
+            refused += 1
+    assert len(waits) + refused == 2400
+    assert max(waits) < 2.0
+    assert len(waits) > 0.9 * 60 * 8, "as many as four slots can serve in a minute"
 
 
 @pytest.mark.parametrize("anew", [False, True])

@@ -1,7 +1,8 @@
 """What the documentation shows works: its commands are run, its Python is run, its links lead somewhere.
 
 Fences: `python` blocks run on their own in a fresh interpreter; `console` lines that start with `$ ` run in a shell
-from the project's root; those of a `console server` block run beside a server whose port takes the place of 8000.
+from the project's root; those of a `console server` block run beside a server whose port takes the place of 8000, those
+of a `console door` block beside a gateway in front of that server, with its admin listener in place of 9000.
 Commands that set a machine up or run for as long as it takes are checked without running them.
 """
 
@@ -17,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from expediter.assembly.server_process import running_server
+from expediter.assembly.server_process import free_port, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(?P<kind>[a-z]+(?: server)?)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(?P<kind>[a-z]+(?: server| door)?)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 RUNS_FOR_EVER = ("expediter serve",)
 
@@ -56,6 +57,7 @@ def test_there_is_something_to_check():
     assert len(fences("python")) >= 3
     assert len(commands("console")) >= 6
     assert len(commands("console server")) >= 4
+    assert len(commands("console door")) >= 4
 
 
 @pytest.mark.parametrize(("where", "body"), [pytest.param(*f, id=f[0]) for f in fences("python")])
@@ -81,13 +83,33 @@ def test_command_works(where, command):
     assert done.returncode == 0, f"{where}: {command}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the commands use curl")
-def test_commands_against_a_server_work():
+@pytest.fixture(scope="module")
+def server():
     with running_server(["--num-gpu-blocks-override", "512"]) as url:
-        for where, command in commands("console server"):
-            done = shell(command.replace("http://127.0.0.1:8000", url))
-            assert done.returncode == 0, f"{where}: {command}\n{done.stderr[-2000:]}"
-            assert '"error"' not in done.stdout, f"{where}: {command}\n{done.stdout[:2000]}"
+        yield url
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the commands use curl")
+def test_commands_against_a_server_work(server):
+    answers_without_error("console server", {"http://127.0.0.1:8000": server})
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the commands use curl")
+def test_commands_against_a_gateway_work(server):
+    admin_port = free_port()
+    with running_server(["--backend", server, "--admin-port", str(admin_port)]) as url:
+        places = {"http://127.0.0.1:8000": url, "http://127.0.0.1:9000": f"http://127.0.0.1:{admin_port}"}
+        answers_without_error("console door", places)
+
+
+def answers_without_error(kind, places):
+    for where, command in commands(kind):
+        there = command
+        for shown, real in places.items():
+            there = there.replace(shown, real)
+        done = shell(there)
+        assert done.returncode == 0, f"{where}: {command}\n{done.stderr[-2000:]}"
+        assert '"error"' not in done.stdout, f"{where}: {command}\n{done.stdout[:2000]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

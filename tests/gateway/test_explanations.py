@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from expediter.control.routing.base import Candidate, Placement
+from expediter.core.errors import CapacityError
 from expediter.core.slo import Slo
 from expediter.gateway.dashboard.slow import SlowReasons, longest_wait
 from expediter.gateway.explanations import Entry, Explanations
@@ -135,6 +136,20 @@ def test_joined_with_an_own_replica() -> None:
     assert by_response["requests"] == [entry]
     forgotten = explain(explanations(own="b0"), "alice", "cmpl-1")
     assert (forgotten["gateway"], forgotten["requests"]) == ([], [REPLICA])
+
+
+def test_a_busy_replica_leaves_what_the_gateway_knows() -> None:
+    class Busy(OwnPool):
+        async def entries(self, tenant: str, name: str) -> list[Entry]:
+            raise CapacityError("the replica is busy")
+
+    recent = RecentExchanges()
+    recent.record(exchange())
+    of = Explanations(Siblings(recent.find, lambda _: []), Busy(), None, lambda name: name == "b0")
+    told = explain(of, "alice", "mine")
+    assert told["gateway"][0]["outcome"] == "ok"
+    assert (told["requests"][0]["error"], told["requests"][0]["spans"]) == ("the replica is busy", [])
+    assert "the first token" in asyncio.run(SlowReasons(of).of(exchange()))
 
 
 def test_joined_with_an_expediter_behind_it() -> None:

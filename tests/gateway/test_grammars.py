@@ -22,7 +22,7 @@ from expediter.core.request import MAX_GRAMMAR_BYTES
 from expediter.gateway.bodies import decode_body
 from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.errors import ApiError
-from expediter.gateway.grammars import GrammarLimits, Grammars, GrammarSpec, spec_of
+from expediter.gateway.grammars import GrammarLimits, Grammars, GrammarSpec, check_end, spec_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GOOD = GrammarSpec("json_schema", json.dumps(SCHEMA), "response_format")
@@ -120,7 +120,8 @@ def test_a_worker_that_dies_is_replaced(model_folder: Path) -> None:
         (GrammarSpec("json_schema", '{"enum": []}', "f"), "Unsatisfiable"),
         (GrammarSpec("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "f"), "look-ahead"),
         (GrammarSpec("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "f"), "not"),
-        (GrammarSpec("json_schema", "[1]", "f"), "object"),
+        (GrammarSpec("json_schema", "[1]", "f"), "a JSON object"),
+        (GrammarSpec("json_schema", '{"oneOf": [{"minLength": 1}, {"maxLength": 9}]}', "f"), "anyOf may do"),
         (GrammarSpec("json_schema", '{"a"', "f"), "EOF"),
         (GrammarSpec("json_schema", '{"items":' * 4000 + "{}" + "}" * 4000, "f"), "recursion"),
         (GrammarSpec("regex", "(", "f"), "unclosed group"),
@@ -187,8 +188,14 @@ def test_bodies_say_what_the_output_has_to_match(fields: Any, kind: str | None, 
     ],
 )
 def test_bodies_that_make_no_sense_are_refused_by_field(fields: Any, param: str) -> None:
+    def checked() -> None:
+        body = chat_body(**fields)
+        spec = spec_of(body)
+        assert spec is not None
+        check_end(body, spec)
+
     with pytest.raises(ApiError) as caught:
-        spec_of(chat_body(**fields))
+        checked()
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -4,19 +4,27 @@
 """
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import tokenizers
 import zmq
 import zmq.asyncio
 from test_backends import Door, prompt
 from test_watcher import until
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from expediter.control.kv_contents import Cleared, Removed, Stored
+from expediter.core.request import Request
+from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.backends.kv_events import KvSubscription, decode_batch
+from expediter.gateway.backends.prompts import token_ids
 from expediter.telemetry.exchanges import Outcome
 
 RECORDED = Path(__file__).parent / "vllm_kv_events.msgpack"
@@ -37,7 +45,9 @@ def removed(*hashes):
 def test_what_vllm_published_is_read():
     messages = msgspec.msgpack.decode(RECORDED.read_bytes())
     first, second = (decode_batch(payload) for _, _, payload in messages)
-    assert first == [Stored((5560743318068401453, 4675927160344611086), 32)]
+    (found,) = first
+    assert found[:3] == ((5560743318068401453, 4675927160344611086), 32, None)
+    assert len(found.tokens) == 64
     assert second == [Cleared()]
 
 
@@ -45,7 +55,7 @@ def test_arrays_of_older_versions_are_read():
     payload = batch(
         ["BlockStored", [1, b"x"], None, [0] * 32, 16, None, "GPU"], ["BlockRemoved", [1], "GPU"], ["AllBlocksCleared"]
     )
-    assert decode_batch(payload) == [Stored((1, b"x"), 16), Removed((1,)), Cleared()]
+    assert decode_batch(payload) == [Stored((1, b"x"), 16, None, (0,) * 32), Removed((1,)), Cleared()]
 
 
 def test_what_does_not_count_is_passed_over():
@@ -103,7 +113,7 @@ class Publisher:
 @asynccontextmanager
 async def subscribed(folder, **fields):
     door, publisher = Door(1), Publisher(folder)
-    config = BackendConfig(url="http://kv", models=("m",), kv_events=publisher.events, **fields)
+    config = BackendConfig(url="http://kv", kv_events=publisher.events, **{"models": ("m",), **fields})
     backend = door.backends.add(config)
     subscription = KvSubscription(door.backends, backend)
     task = asyncio.create_task(subscription.run())
@@ -173,6 +183,80 @@ def test_what_was_missed_for_good_is_not_believed_in(tmp_path):
             await publisher.publish(stored(2))
             await until(lambda: contents.next_number == 3)
             assert not contents.is_complete
+
+    asyncio.run(run())
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} end {% endfor %}assistant"
+WORDS = ["user", "assistant", "end", "unknown", *(f"w{number}" for number in range(200))]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A folder with a tokenizer of a token per word, and a chat template."""
+    made = tokenizers.Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="unknown"))
+    made.pre_tokenizer = WhitespaceSplit()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return tmp_path
+
+
+class Body:
+    """What the door knows of a request's body."""
+
+    def __init__(self, messages=b"", prompt=b"", tools=b""):
+        self.messages, self.prompt, self.tools = (msgspec.Raw(each) for each in (messages, prompt, tools))
+
+    def prompt_tokens(self):
+        return np.frombuffer(bytes(self.messages or self.prompt)[:4], np.int32)
+
+
+def chat(*words):
+    return Body(messages=json.dumps([{"role": "user", "content": " ".join(words)}]).encode())
+
+
+def test_prompts_become_the_ids_that_the_backend_will_make(model_folder):
+    text = Tokenizer.from_folder(model_folder)
+    assert token_ids(text, chat("w0", "w1")).tolist() == [0, 4, 5, 2, 1]
+    parts = b'[{"role": "user", "content": [{"type": "text", "text": "w0"}, {"type": "text", "text": "w1"}]}]'
+    assert token_ids(text, Body(messages=parts)).tolist() == [0, 4, 5, 2, 1]
+    assert token_ids(text, Body(prompt=b'"w3 w4"')).tolist() == [7, 8]
+    assert token_ids(text, Body(prompt=b"[9, 8]")).tolist() == [9, 8]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Body(),
+        Body(messages=b'[{"role": "user", "content": [{"type": "image_url"}]}]'),
+        Body(messages=b"7"),
+        Body(messages=b"[7]"),
+        Body(prompt=b'["a", "b"]'),
+        Body(prompt=b"[]"),
+        Body(prompt=b"[99999999999]"),
+        Body(prompt=b'"' + b"x" * 40_000 + b'"'),
+    ],
+)
+def test_prompts_that_cannot_be_known_are_compared_as_bytes(model_folder, body):
+    assert token_ids(Tokenizer.from_folder(model_folder), body) is None
+
+
+def test_with_a_tokenizer_events_tell_which_prompts_are_held(tmp_path, model_folder):
+    async def run():
+        async with subscribed(tmp_path, tokenizer=str(model_folder), models=("kv",)) as (door, backend, publisher, _):
+            body = chat(*(f"w{number % 200}" for number in range(80)))
+            tokens = door.backends.prompt_tokens("kv", body)
+            request = Request(request_id="r", prompt=tokens, max_tokens=1, tenant="t", cache_salt="t/")
+
+            ids = tokens.tolist()
+            await publisher.publish(stored(1, 2, parent_block_hash=None, token_ids=ids[:64]))
+            await until(lambda: known(door, backend) == 64)
+            await publisher.publish(removed(2))
+            await until(lambda: known(door, backend) == 32)
+            await publisher.publish(stored(7, parent_block_hash=1, token_ids=ids[32:64], extra_keys=[["a salt"]]))
+            await until(lambda: backend.num_cache_tokens == 64)
+            assert known(door, backend) == 32
+            assert door.choose(request, "kv").decision.num_cached_tokens == 32
 
     asyncio.run(run())
 

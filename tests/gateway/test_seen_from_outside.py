@@ -94,6 +94,7 @@ def chain(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     try:
         with start_fake_server(model_folder, *flags) as behind:
             backend = f'[[backends]]\nurl = "{behind.url}"\nname = "behind"\napi_key_env = "BEHIND_KEY"\n'
+            backend += "max_requests = 1\n"
             config.write_text(TENANTS + backend)
             traces = ("--otlp-traces-endpoint", collector.url)
             door_flags = ("--config", str(config), "--log-format", "json", *traces, "--routing", "predicted_ttft")
@@ -133,6 +134,38 @@ def test_one_story_across_gateway_and_replica(chain: Chain) -> None:
     assert inner["client_request_id"] == gateway["request_id"], "the inner door knows it by the outer one's id"
     assert [span["reason"] for span in replica["spans"]][-3:] == ["prefilling", "decoding", "ended"]
     assert chain.door.get(f"/requests/{gateway['request_id']}", headers=ALICE).json["gateway"] == [gateway]
+
+
+def test_while_it_waits_at_the_gateway(chain: Chain) -> None:
+    def spans_of(name: str) -> list[dict[str, Any]]:
+        reply = chain.door.get(f"/requests/{name}", headers=ALICE)
+        return reply.json["gateway"][0]["spans"] if reply.status == 200 else []
+
+    def start(name: str, num_tokens: int) -> threading.Thread:
+        headers = {**ALICE, "X-Request-Id": name}
+        thread = threading.Thread(target=ask, args=(chain, headers), kwargs={"max_tokens": num_tokens, "stream": True})
+        thread.start()
+        return thread
+
+    running = start("occupier", 600)
+    wait_until(lambda: [span["reason"] for span in spans_of("occupier")] == ["routed", "forwarded"], what="it runs")
+    assert spans_of("occupier")[-1]["to_s"] is None
+    waiting = [start("waiter-0", 1)]
+    wait_until(lambda: [span["reason"] for span in spans_of("waiter-0")] == ["queued"], what="the first waits")
+    waiting.append(start("waiter-1", 1))
+    wait_until(lambda: [span["reason"] for span in spans_of("waiter-1")] == ["queued"], what="the second waits")
+    (span,) = spans_of("waiter-1")
+    assert span["to_s"] is None
+    assert span["details"]["requests"] == 1
+    chain.door.metrics_headers = ALICE
+    assert chain.door.metric("expediter:gateway_queue_requests") == 2
+    for thread in (running, *waiting):
+        thread.join(60)
+    spans = spans_of("waiter-1")
+    assert [span["reason"] for span in spans] == ["queued", "routed", "forwarded", "ended"]
+    assert spans[0]["to_s"] > 0.1
+    assert "1 request with" in spans[0]["text"]
+    assert chain.door.metric("expediter:gateway_queue_seconds_count") == 2
 
 
 def test_two_clients_with_one_id_are_not_mixed_up(chain: Chain) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,13 @@ MAIN = "import sys; from expediter.cli.main import main; sys.exit(main())"
 
 @pytest.fixture(scope="module")
 def door(model_folder: Path) -> Iterator[LiveServer]:
-    with start_fake_server(model_folder) as behind:
-        flags = ("serve", "--port", "0", "--backend", behind.url, "--gateway-processes", str(NUM_PROCESSES))
-        with start_process(sys.executable, "-c", MAIN, *flags) as door:
-            yield door
+    processes = ("--gateway-processes", str(NUM_PROCESSES))
+    with start_fake_server(model_folder) as behind, start_process(*command(behind, *processes)) as door:
+        yield door
+
+
+def command(behind: LiveServer, *flags: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", MAIN, "serve", "--port", "0", "--backend", behind.url, *flags)
 
 
 def counted(door: LiveServer) -> float:
@@ -71,3 +75,20 @@ def test_counters_survive_the_death_of_a_process(door: LiveServer) -> None:
     for number in range(12):
         ask(door, f"later-{number}")
     wait_until(lambda: counted(door) == before + 12, what="the new ones are added")
+
+
+def test_with_keys_an_operator_looks_at_the_admin_listener(model_folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with start_fake_server(model_folder) as behind:
+        flags = ("--gateway-processes", "2", "--api-key", "sk-one", "--admin-port", str(port))
+        with start_process(*command(behind, *flags)) as door:
+            key = {"Authorization": "Bearer sk-one"}
+            assert door.complete("x", headers=key, max_tokens=2, model="fake").status == 200
+            assert door.get("/dashboard", headers=key).status == 403
+            admin = LiveServer(door.process, f"http://127.0.0.1:{port}")
+            assert b"<!doctype html>" in admin.get("/dashboard").body
+            wait_until(lambda: bool(admin.get("/dashboard/feed").json["points"]), what="the request is shown")
+            assert admin.get("/dashboard/feed").json["num_answered"] == 2
+            assert admin.metric("expediter:gateway_requests_total", outcome="ok") == 1

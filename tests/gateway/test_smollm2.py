@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -152,3 +153,70 @@ def test_any_json_object_and_one_that_is_cut_short(client: openai.OpenAI) -> Non
     whole = client.chat.completions.create(**ask, max_tokens=60, response_format={"type": "json_object"})
     assert whole.choices[0].finish_reason == "stop"
     assert isinstance(json.loads(whole.choices[0].message.content or ""), dict)
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather in a city.", "parameters": CITY, "strict": True},
+}
+ABOUT_ROME: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
+
+
+def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=ABOUT_ROME,
+            tools=[WEATHER],
+            tool_choice=choice,  # type: ignore[arg-type]
+            parallel_tool_calls=False,
+            max_tokens=64,
+            temperature=0,
+        )
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), CITY)
+
+
+def test_the_other_apis_can_force_one_too(smollm2: LiveServer, client: openai.OpenAI) -> None:
+    with anthropic.Anthropic(base_url=smollm2.url, api_key="unused", max_retries=0, timeout=120) as other:
+        message = other.messages.create(
+            model=DEFAULT_MODEL,
+            max_tokens=64,
+            messages=ABOUT_ROME,
+            tools=[{"name": "weather", "input_schema": CITY}],  # type: ignore[typeddict-item]
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )
+    assert [block.type for block in message.content] == ["tool_use"]
+    jsonschema.validate(message.content[0].input, CITY)  # type: ignore[union-attr]
+    response = client.responses.create(
+        model=DEFAULT_MODEL,
+        input="How is the weather in Rome?",
+        max_output_tokens=64,
+        text={"format": {"type": "json_schema", "name": "city", "schema": CITY}},
+    )
+    assert response.status == "completed"
+    jsonschema.validate(json.loads(response.output_text), CITY)
+
+
+def test_strict_functions_are_held_to_where_the_model_is_free(client: openai.OpenAI) -> None:
+    """It may answer in words or call; what it calls is there, with arguments that match."""
+    for seed in range(2):
+        answer = client.chat.completions.create(
+            model=DEFAULT_MODEL, messages=ABOUT_ROME, tools=[WEATHER], max_tokens=32, seed=seed
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        assert calls or answer.choices[0].message.content
+        if answer.choices[0].finish_reason != "length":
+            for call in calls:
+                assert call.type == "function"
+                assert call.function.name == "weather"
+                jsonschema.validate(json.loads(call.function.arguments), CITY)

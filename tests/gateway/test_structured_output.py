@@ -137,3 +137,10 @@ def test_what_cannot_be_done_is_refused_by_name(server: LiveServer, fields: Any,
     error = reply.json["error"]
     assert (reply.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert words in error["message"]
+
+
+def test_calls_that_are_forced_end_where_they_are_complete(server: LiveServer) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
+    reply = server.post("/v1/chat/completions", body | {"ignore_eos": True})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "ignore_eos")

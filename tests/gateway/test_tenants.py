@@ -8,12 +8,13 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live_server import LiveServer, Reply, start_fake_server, wait_until
+from live_server import LiveServer, Reply, start_fake_server, start_process, wait_until
 
 from expediter.assembly.file_config import load_file_config
 from expediter.cli.main import main
@@ -232,6 +233,39 @@ def test_the_file_changes_under_a_running_server(live: LiveServer, file: Path) -
     assert status(live, "key-d") == 200
 
 
+def test_the_file_changes_under_several_processes(file: Path) -> None:
+    """All of them read it again, and one that is started again knows what the others know."""
+    flags = (
+        "serve",
+        "--backend",
+        "http://127.0.0.1:9",
+        "--gateway-processes",
+        "2",
+        "--port",
+        "0",
+        "--config",
+        str(file),
+    )
+    with start_process(sys.executable, "-m", "expediter.cli.main", *flags) as server:
+        pids = server.replica_pids()
+        assert len(pids) == 2
+
+        def all_say(key: str, expected: int) -> bool:
+            return {status(server, key) for _ in range(20)} == {expected}  # the kernel deals connections at random
+
+        assert all_say("key-a", 200)
+        file.write_text(text(carol=key_line("key-c")))
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: all_say("key-a", 401) and all_say("key-c", 200), what="all know it")
+        file.write_text("[tenants")
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: len(set(server.replica_pids()) - set(pids)) == 1, what="another takes its place")
+        for _ in range(10):
+            assert all_say("key-a", 401)
+        wait_until(lambda: all_say("key-c", 200), what="the new one answers")
+        assert server.stop() == 0
+
+
 def test_a_server_does_not_start_with_a_file_that_is_wrong(model_folder: Path, file: Path) -> None:
     file.write_text("[tenants.alice]")
     with pytest.raises(ConfigurationError, match="tenant 'alice' has no key"):
@@ -406,9 +440,9 @@ def test_a_flood_is_turned_away_and_keeps_nobody_else_out(crowded: LiveServer) -
             assert error_of(refused) == (503, "service_unavailable", "queue_full")
             assert int(refused.headers["retry-after"]) >= 1
         with held(crowded, "key-calm", 1, for_another=True):
-            displaced = flood[-1].getresponse()  # the newest of the flood makes room
-            assert displaced.status == 503
-            assert int(displaced.headers["Retry-After"]) >= 1
+            pushed_out = flood[-1].getresponse()  # the newest of the flood makes room
+            assert pushed_out.status == 503
+            assert int(pushed_out.headers["Retry-After"]) >= 1
             assert in_flight(crowded) == 68
 
 

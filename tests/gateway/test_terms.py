@@ -11,6 +11,7 @@ from live_server import LiveServer
 from expediter.core.slo import NO_SLO, Slo, SloClass
 from expediter.gateway.api.completions import CompletionBody
 from expediter.gateway.bodies import decode_body
+from expediter.gateway.door.bodies import decode_door_body
 from expediter.gateway.errors import ApiError
 from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import Terms, terms_of
@@ -63,6 +64,43 @@ def test_a_session_comes_from_the_body_or_a_header() -> None:
     assert terms({"X-Session-Id": "a"}, prompt_cache_key="b").session == "b"
     with pytest.raises(ApiError, match="X-Session-Id must have at most 256 characters"):
         terms({"X-Session-Id": "x" * 257})
+
+
+def test_sessions_by_the_names_that_clients_give_them() -> None:
+    for name in ("X-Session-Id", "X-Session-Affinity", "session_id"):
+        assert terms({name: "s"}).session == "s"
+        with pytest.raises(ApiError, match=f"{name} must have at most"):
+            terms({name: "x" * 257})
+    assert terms({"session_id": "c", "X-Session-Affinity": "b"}).session == "b"
+    assert terms({"session_id": "c", "X-Session-Affinity": "b", "X-Session-Id": "a"}).session == "a"
+    assert terms({"session_id": "c"}, prompt_cache_key="k").session == "k"
+
+
+def test_what_the_tenant_decides() -> None:
+    tenant = Tenant(name="bob", slo_classes=CLASSES, slo_class="batch", priority=3)
+    body = decode_body(b'{"prompt": "x", "priority": -9, "cache_salt": "alice/"}', DECODER)
+    made = terms_of(body, (), tenant)
+    assert (made.tenant, made.priority, made.cache_salt) == ("bob", 3, "bob/alice/")
+    assert (made.slo_class, made.slo) == ("batch", Slo(e2e_s=60.0))
+    assert made.deadline_s is None, "a class's target is no deadline"
+    assert terms_of(body, raw({"X-SLO-Class": "interactive"}), tenant).slo_class == "interactive"
+    made = terms_of(decode_body(b'{"prompt": "x", "priority": 7}', DECODER), (), Tenant(name="carol"))
+    assert (made.priority, made.slo, made.cache_salt) == (7, NO_SLO, "carol/")
+
+
+def test_a_deadline_is_the_requests_own() -> None:
+    assert terms({"X-Deadline-Ms": "1500"}).deadline_s == 1.5
+    assert terms({"X-Deadline-Ms": "1500"}, slo_class="batch", deadline_ms=500).deadline_s == 0.5
+    assert terms(slo_class="batch").deadline_s is None
+
+
+@pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms", "deadline_ms"])
+@pytest.mark.parametrize("value", [b"0", b"-1", b"1e10", b"1e400"])
+def test_the_door_asks_as_much_of_bodies_that_it_does_not_know(name: str, value: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        terms_of(decode_door_body(b'{"%b": %b}' % (name.encode(), value)), (), ALICE)
+    assert caught.value.status == 400
+    assert name in f"{caught.value.param} {caught.value.message}" or value == b"1e400"  # no JSON decoder takes it
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from expediter.engine.structured import GrammarCompiler, grammar_text
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.errors import ApiError
 from expediter.gateway.grammars import GrammarSpec
-from expediter.gateway.tools.base import Function, Parsed
+from expediter.gateway.tools.base import CallParser, Function, Parsed
 from expediter.gateway.tools.choice import ToolUse, only
+from expediter.gateway.tools.families import tool_format_of
 from expediter.gateway.tools.hermes import HermesFormat, HermesParser
+from expediter.gateway.tools.llama import LlamaFormat, LlamaParser
 
 Calls = list[tuple[str, str]]
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Par}<\\"is", "days": [1, {"x": 2}]}}\n</tool_call>'
@@ -50,8 +52,22 @@ CASES: list[tuple[str, str, Calls]] = [
 ]
 
 
-def parse(pieces: list[str]) -> tuple[str, Calls]:
-    parser, parsed = HermesParser(), Parsed()
+LLAMA_CALL = '{"name": "a", "parameters": {"x": "{;"}}'
+LLAMA_CASES: list[tuple[str, str, Calls]] = [
+    ("plain {text}", "plain {text}", []),
+    (LLAMA_CALL, "", [("a", '{"x": "{;"}')]),
+    (f" \n<|python_tag|>{LLAMA_CALL}", "", [("a", '{"x": "{;"}')]),
+    (f"{LLAMA_CALL}; {LLAMA_CALL}\n", "", [("a", '{"x": "{;"}')] * 2),
+    (f"{LLAMA_CALL} so", " so", [("a", '{"x": "{;"}')]),
+    ('{"parameters": {"y": 1}, "name": "b"}', "", [("b", '{"y": 1}')]),
+    ('{"name": "a", "parameters": {"y": ', "", [("a", '{"y": ')]),
+    *[(text, text, []) for text in ('{"city": "Rome"}', '{"city": ', "{", " {]", "<|python_tag|>x", "<|pyth", "\n")],
+    (f'{{"a": 1}} {LLAMA_CALL}', f'{{"a": 1}} {LLAMA_CALL}', []),
+]
+
+
+def parse(pieces: list[str], parser: CallParser | None = None) -> tuple[str, Calls]:
+    parser, parsed = parser or HermesParser(), Parsed()
     for piece in pieces:
         parsed.extend(parser.push(piece))
     parsed.extend(parser.flush())
@@ -77,19 +93,26 @@ def test_outputs_in_one_piece_and_by_character(output: str, text: str, calls: Ca
     assert parse(list(output)) == (text, calls)
 
 
+@pytest.mark.parametrize(("output", "text", "calls"), LLAMA_CASES)
+def test_llamas_outputs_in_one_piece_and_by_character(output: str, text: str, calls: Calls) -> None:
+    assert parse([output], LlamaParser()) == (text, calls)
+    assert parse(list(output), LlamaParser()) == (text, calls)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", "[", ",", '"name": "f"', '"arguments": ', "\n", "x"])
-        | st.sampled_from([case[0] for case in CASES]),
+        | st.sampled_from([case[0] for case in (*CASES, *LLAMA_CASES)]),
         max_size=8,
     ).map("".join),
     st.sets(st.integers(1, 200)),
+    st.sampled_from([HermesParser, LlamaParser]),
 )
-def test_any_division_gives_the_same(output: str, cuts: set[int]) -> None:
+def test_any_division_gives_the_same(output: str, cuts: set[int], kind: type[HermesParser | LlamaParser]) -> None:
     inside = sorted(cut for cut in cuts if cut < len(output))
     pieces = [output[begin:end] for begin, end in zip([0, *inside], [*inside, len(output)], strict=True)]
-    assert parse(pieces) == parse([output])
+    assert parse(pieces, kind()) == parse([output], kind())
 
 
 def test_arguments_stream_before_the_call_is_complete() -> None:
@@ -149,6 +172,32 @@ def test_what_the_grammars_accept(folder: Path) -> None:
     answer = GrammarSpec("json_schema", json.dumps({"type": "object", "required": ["a"]}), "response_format")
     either = spec_of(ToolUse(FUNCTIONS, "auto"), answer)
     assert accepted(folder, either, [ONE, '{"a": 1}', '{"b": 1}', "text"]) == [True, True, False, False]
+
+
+def test_what_llamas_grammars_accept(folder: Path) -> None:
+    one = '{"name": "weather", "parameters": {"city": "Paris"}}'
+    two = one + '; {"name": "now", "parameters": {}}'
+    outputs = [one, two, "text {", "", one.replace("weather", "whether"), one.replace("city", "town"), f"text {one}"]
+    for use, want in (
+        (ToolUse(FUNCTIONS, "required"), [True, True, False, False, False, False, False]),
+        (ToolUse(FUNCTIONS, "required", is_parallel=False), [True, False, False, False, False, False, False]),
+        (ToolUse(FUNCTIONS, "auto"), [True, True, True, True, False, False, True]),
+    ):
+        spec = use.grammar(LlamaFormat(), None)
+        assert spec is not None
+        assert accepted(folder, spec, outputs) == want, use
+        for output, is_accepted in zip(outputs, want, strict=True):
+            if is_accepted:
+                _, calls = parse([output], LlamaParser())
+                assert len(calls) == (2 if output == two else 1 if output == one else 0)
+
+
+def test_the_template_shows_the_format() -> None:
+    llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    assert isinstance(tool_format_of(f"{{{{- '{llama}' }}}}"), LlamaFormat)
+    assert isinstance(tool_format_of(llama.replace('"', '\\"')), LlamaFormat)
+    for other in ("", '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'):
+        assert isinstance(tool_format_of(other), HermesFormat)
 
 
 def test_when_there_is_no_grammar() -> None:

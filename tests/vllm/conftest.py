@@ -54,7 +54,7 @@ def start_door(
             for server, port in zip(pair, event_ports, strict=True):
                 lines += ["[[backends]]", f'url = "{server.url}"']
                 if kv_events:
-                    lines += [f'kv_events = "tcp://127.0.0.1:{port}"', f'tokenizer = "{resolve_model()}"']
+                    lines.append(f'kv_events = "tcp://127.0.0.1:{port}"')
             path.write_text("\n".join(lines))
             admin_port = free_port()
             url = stack.enter_context(running_server(["--config", str(path), "--admin-port", str(admin_port), *flags]))

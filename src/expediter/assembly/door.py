@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import uvloop
@@ -23,7 +25,7 @@ from expediter.control.retry import RetryBudget
 from expediter.gateway.admin import build_admin
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import Watcher
-from expediter.gateway.door.door import Door
+from expediter.gateway.door.door import MODEL_PATHS, Door
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
@@ -45,6 +47,9 @@ from expediter.telemetry.exchanges import ExchangeRecord
 from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
+
+_GC_ALLOCATIONS: Final = 100_000
+"""Objects made, less objects gone, before the garbage collector looks at the youngest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +136,8 @@ class FrontDoor:
                 max_requests=own.max_requests,
             )
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
-        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app)
+        forwarded = sorted(MODEL_PATHS) if config.all_backends else []
+        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app, forwarded)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 
@@ -154,6 +160,7 @@ class FrontDoor:
         if self._sharing is not None:
             self._sharing.start(self.backends)
         self.door.start()
+        _relieve_collector()
 
     async def stop(self) -> None:
         """Let go of everybody."""
@@ -305,3 +312,13 @@ def ready_line(config: DoorConfig, sock: socket.socket, admin: socket.socket | N
     """Return what is announced: where what is served, and where the admin API is."""
     line = f"ready: {url_of(config.host, sock.getsockname()[1])} {what}"
     return line if admin is None else f"{line}, admin: {url_of(config.admin_host, admin.getsockname()[1])}"
+
+
+def _relieve_collector() -> None:
+    """Let the garbage collector look less often, and not at what stays: a forwarded request leaves no cycles behind.
+
+    With the usual thresholds it takes a quarter of the time of a forwarded request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS, 50, 50)

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +19,11 @@ import uvloop
 
 from expediter.assembly.door import bind_admin, ready_line
 from expediter.assembly.door_config import DoorConfig
+from expediter.assembly.file_config import load_file_config
 from expediter.core.errors import ConfigurationError
+from expediter.gateway.reload import TenantReload
 from expediter.gateway.server import StopSignals, bind, first_of
+from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.telemetry.process_place import ProcessPlace
 
 logger = logging.getLogger(__name__)
@@ -85,8 +88,44 @@ def serve_in_processes(
         runner.run(_serve(config, announce, command))
 
 
+class _Newest:
+    """What a process is told when it is started, for the first time or again.
+
+    Attributes:
+        config: with the tenants that the file had when it could last be used.
+    """
+
+    def __init__(self, config: DoorConfig) -> None:
+        self.config = config
+
+    def read(self) -> TenantBook:
+        """Read the file again; raises `ConfigurationError` and stays as it was if it cannot be used."""
+        known = self.config.file
+        file = load_file_config(known.path)
+        who = replace(known, tenants=file.tenants, anonymous=file.anonymous, slo_classes=file.slo_classes)
+        config = replace(self.config, file=who)
+        book = config.tenant_book()
+        self.config = config
+        return book
+
+    async def watch(self, processes: Sequence[_Process]) -> None:
+        """Read the file when it has changed or somebody asks for it by SIGHUP, and have all do so, until cancelled."""
+        path = self.config.file.path
+        if path is None:
+            return
+        tenants = Tenants(self.config.tenant_book())
+
+        def tell(_: TenantBook) -> None:
+            for process in processes:
+                process.hang_up()
+
+        tenants.on_change(tell)
+        await TenantReload(path, self.read, tenants).run()
+
+
 async def _serve(config: DoorConfig, announce: Callable[[str], None], command: Sequence[str]) -> None:
     config.tenant_book()  # what is wrong in it is said once, and before anything starts
+    newest = _Newest(config)
     with contextlib.ExitStack() as stack, StopSignals() as signals:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expediter-")))
         first = stack.enter_context(bind(config.host, config.port, is_shared=True))
@@ -94,10 +133,11 @@ async def _serve(config: DoorConfig, announce: Callable[[str], None], command: S
         others = [stack.enter_context(bind(config.host, port, is_shared=True)) for _ in range(config.num_processes - 1)]
         admin = stack.enter_context(bind_admin(config))
         processes = [
-            _Process(config, ProcessPlace(folder, slot, config.num_processes), sock, admin, command)
+            _Process(newest, ProcessPlace(folder, slot, config.num_processes), sock, admin, command)
             for slot, sock in enumerate([first, *others])
         ]
         tasks = [asyncio.create_task(process.keep_running()) for process in processes]
+        watching = asyncio.create_task(newest.watch(processes))
         try:
             await first_of(*(asyncio.shield(task) for task in tasks), signals.first.wait(), _all_ready(processes))
             if all(process.is_ready.is_set() for process in processes):
@@ -107,9 +147,9 @@ async def _serve(config: DoorConfig, announce: Callable[[str], None], command: S
         finally:
             for process in processes:
                 process.kill()
-            for task in tasks:
+            for task in (*tasks, watching):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, watching, return_exceptions=True)
         if not signals.first.is_set():
             raise ConfigurationError("a gateway process could not start; its messages are above")
 
@@ -142,17 +182,20 @@ class _Process:
 
     def __init__(
         self,
-        config: DoorConfig,
+        newest: _Newest,
         place: ProcessPlace,
         sock: socket.socket,
         admin: socket.socket | None,
         command: Sequence[str],
     ) -> None:
-        admin_fd = admin.fileno() if admin is not None and place.slot == 0 else None
-        self._assignment = Assignment(config=config, place=place, listen_fd=sock.fileno(), admin_fd=admin_fd)
+        self._newest = newest
+        self._place = place
+        self._listen_fd = sock.fileno()
+        self._admin_fd = admin.fileno() if admin is not None and place.slot == 0 else None
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
+        self._is_listening = False
         self.is_ready = asyncio.Event()
         self.announced = ""
 
@@ -165,7 +208,7 @@ class _Process:
             code = await self._run()
             if self._is_stopping or not self.is_ready.is_set():
                 return
-            logger.error("gateway process %d ended with exit code %d", self._assignment.place.slot, code)
+            logger.error("gateway process %d ended with exit code %d", self._place.slot, code)
             num_deaths = 0 if loop.time() - started_s > _STABLE_S else num_deaths + 1
             await asyncio.sleep(min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2.0 ** min(num_deaths, 16)))
 
@@ -173,6 +216,11 @@ class _Process:
         """Ask it to end; a second time, to do so at once."""
         self._is_stopping = True
         self._signal(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Have it read the file again."""
+        if self._is_listening:  # before that, the signal would end it
+            self._signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """End it now."""
@@ -185,7 +233,9 @@ class _Process:
                 self._process.send_signal(number)
 
     async def _run(self) -> int:
-        assignment = self._assignment
+        assignment = Assignment(
+            config=self._newest.config, place=self._place, listen_fd=self._listen_fd, admin_fd=self._admin_fd
+        )
         fds = [fd for fd in (assignment.listen_fd, assignment.admin_fd) if fd is not None]
         # A session of its own: a terminal's Ctrl-C reaches the parent, which passes it on.
         self._process = process = await asyncio.create_subprocess_exec(
@@ -204,4 +254,7 @@ class _Process:
             if line.startswith(READY):
                 self.announced = line[len(READY) :].decode().strip()
                 self.is_ready.set()
-        return await process.wait()
+                self._is_listening = True
+        code = await process.wait()
+        self._is_listening = False
+        return code

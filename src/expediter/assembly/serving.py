@@ -168,7 +168,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
             line = ready_line(config.door, sock, admin, _summary(config, hellos))
             async with Grammars(config.model, count=metrics.count_grammar) as grammars:
                 service = Service(_gateway_config(config, hellos), supervisor, text, clock, grammars)
-                drain = Drain()
+                drain = Drain(supervisor.start_took_s)
                 own = OwnPool(
                     name=OWN_BACKEND,
                     app=build_app(service, step_log, drain),

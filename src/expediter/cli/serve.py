@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -144,8 +145,13 @@ def _serve_backends(args: argparse.Namespace, file: FileConfig, backends: tuple[
 
 def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[BackendConfig, ...]) -> None:
     """Serve replicas of our own, and stand in front of other servers if there are any."""
-    from expediter.assembly.serving import ServeConfig, serve
     from expediter.core.errors import ConfigurationError
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigurationError(
+            "replicas of our own need pip install 'expediter[engine]'; in front of others, name them: --backend URL"
+        )
+    from expediter.assembly.serving import ServeConfig, serve
     from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
 
     if args.gateway_processes != 1:

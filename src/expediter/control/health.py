@@ -160,6 +160,11 @@ class FleetHealth:
 
     # ---- what is heard of them
 
+    def back_in_s(self, replica_id: int, now_s: float) -> float:
+        """Return in how many seconds a replica that is out may be back at the earliest; 0 if it is not out."""
+        member = self._members.get(replica_id)
+        return 0.0 if member is None or member.state is HealthState.UP else max(0.0, member.until_s - now_s)
+
     def began(self, replica_id: int) -> bool:
         """Hear that a request was sent to a replica; return whether it is the one that tries if it is well again.
 

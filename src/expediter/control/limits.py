@@ -26,19 +26,8 @@ from expediter.core.errors import ConfigurationError
 _MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
 """Who comes back exactly when it was told to must not fail for a bit of the last place."""
-_USUAL_OUTPUT_TOKENS: Final = 1024
 _DURATION_WEIGHT: Final = 0.1
 _UNKNOWN_DURATION_S: Final = 1.0
-
-
-def most_tokens(num_prompt_tokens: int, max_output_tokens: int | None, num_choices: int = 1) -> int:
-    """Return what to reserve for a request.
-
-    Args:
-        max_output_tokens: of each choice, None if it names no bound; then an ordinary answer is reserved, and whatever
-            exceeds it is charged when it is settled.
-    """
-    return num_prompt_tokens + num_choices * (_USUAL_OUTPUT_TOKENS if max_output_tokens is None else max_output_tokens)
 
 
 class Limit(enum.Enum):

@@ -97,7 +97,12 @@ class PrefixIndex:
             if now is None:
                 break
             if now != holders and num_blocks:
-                found.append((num_blocks * self.block_tokens, holders))
+                # Who has dropped a block from the middle cannot use what comes behind it.
+                now &= holders
+                if not now:
+                    break
+                if now != holders:
+                    found.append((num_blocks * self.block_tokens, holders))
             holders = now
             num_blocks += 1
         if num_blocks:
@@ -140,6 +145,16 @@ class PrefixIndex:
             for holder in _bits(all_holders[key]):
                 del self._held[holder][key]
                 self._let_go(holder, key)
+
+    def drop(self, slot: int, keys: PrefixKeys) -> None:
+        """Note that a replica no longer holds the blocks at the ends of these prefixes; others are left alone."""
+        held = self._held.get(slot)
+        if held is None:
+            return
+        for key in keys:
+            if key in held:
+                del held[key]
+                self._let_go(slot, key)
 
     def limit(self, slot: int, max_tokens: int) -> None:
         """Say how many tokens a replica's cache holds; from then on the index forgets what no longer fits there."""
@@ -211,15 +226,30 @@ def prefix_keys(tokens: TokenArray, salt: str, block_tokens: int) -> PrefixKeys:
 
     Cost: for a short prompt, that of eight calls of NumPy.
     """
+    return continued_keys(tokens, root_key(salt), 0, block_tokens)
+
+
+def root_key(salt: str) -> int:
+    """Return the number of the empty prefix under a salt."""
+    return _salt_number(salt) if salt else 0
+
+
+def continued_keys(tokens: TokenArray, key: int, num_blocks_before: int, block_tokens: int) -> PrefixKeys:
+    """Return the numbers of the prefixes that continue another one.
+
+    Args:
+        tokens: behind it.
+        key: of that prefix; `root_key` for the empty one.
+        num_blocks_before: blocks of it.
+    """
     num_blocks = len(tokens) // block_tokens
     if not num_blocks:
         return []
     factors = _first(_TOKEN_FACTORS, block_tokens)
     blocks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens).astype(np.uint64) @ factors
     blocks += _ONE  # a block of zeros is not nothing
-    blocks *= _first(_PLACE_FACTORS, num_blocks)
-    if salt:
-        blocks[:1] += _salt_number(salt)
+    blocks *= _first(_PLACE_FACTORS, num_blocks_before + num_blocks)[num_blocks_before:]
+    blocks[:1] += np.uint64(key)
     keys: PrefixKeys = blocks.cumsum().tolist()
     return keys
 
@@ -232,8 +262,8 @@ def _first(factors: npt.NDArray[np.uint64], number: int) -> npt.NDArray[np.uint6
 
 
 @lru_cache(maxsize=1024)
-def _salt_number(salt: str) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "<u8")
+def _salt_number(salt: str) -> int:
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
 
 
 def _bits(number: int) -> list[int]:

@@ -26,6 +26,7 @@ class Tokenizer:
         vocab_size: of the model (its logits), which may exceed the tokenizer's own; ids lie in [0, vocab_size).
         eos_token_ids: every id that ends a sequence, from generation_config.json and config.json.
         special_token_ids: ids that `skip_special_tokens` leaves out.
+        chat_template: as it is written, in Jinja; "" if there is none.
         template_knows_tools: whether the chat template writes down the functions that may be called, and past calls.
         is_byte_level: each token stands for fixed bytes (GPT-2's scheme), whatever its neighbours.
     """
@@ -47,9 +48,10 @@ class Tokenizer:
         )
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template or ""
         environment = _environment()
         self._template = None if chat_template is None else environment.from_string(chat_template)
-        parsed = environment.parse(chat_template or "")
+        parsed = environment.parse(self.chat_template)
         self.template_knows_tools = "tools" in meta.find_undeclared_variables(parsed)
         self._bytes_of_token: dict[int, bytes] = {}
 

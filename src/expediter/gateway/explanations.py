@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from expediter.control.routing.base import Placement
+from expediter.core.errors import CapacityError
 from expediter.core.explanation import Detail, Reason, Span
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.siblings import Siblings
@@ -95,7 +96,10 @@ class Explanations:
             return []
         last = record.attempts[-1]
         if self._is_own(last.backend):
-            entries = await self.own_entries(record)
+            try:
+                entries = await self.own_entries(record)
+            except CapacityError as error:  # what the gateway knows is worth telling all the same
+                entries = [{"request_id": record.request_id, "spans": [], "error": str(error)}]
         elif self._ask is not None:
             entries = _entries(await self._ask(last.backend, f"/requests/{record.request_id}"))
         else:

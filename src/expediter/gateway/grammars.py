@@ -56,20 +56,28 @@ class GrammarSpec:
 
 
 def spec_of(body: GenerationBody) -> GrammarSpec | None:
-    """Return what the output of a request has to match; None for anything.
+    """Return what a body's output has to match; None for anything.
 
     Raises:
-        ApiError: 400, the body says it in two ways, or asks for what a grammar rules out.
+        ApiError: 400, the body says it in two ways.
     """
     specs = [spec for spec in (_of_response_format(body), _of_structured_outputs(body)) if spec is not None]
     if not specs:
         return None
     if len(specs) > 1:
         raise bad_request("give either response_format or structured_outputs", "structured_outputs")
+    return specs[0]
+
+
+def check_end(body: GenerationBody, spec: GrammarSpec) -> None:
+    """Refuse a body whose output may not end where it is complete.
+
+    Raises:
+        ApiError: 400, it names the field.
+    """
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise bad_request(f"{name} does not go with {specs[0].param}: the output ends where it is complete", name)
-    return specs[0]
+            raise bad_request(f"{name} does not go with {spec.param}: the output ends where it is complete", name)
 
 
 def _of_response_format(body: GenerationBody) -> GrammarSpec | None:

@@ -17,7 +17,7 @@ from expediter.gateway.bodies import MAX_CHOICES, GenerationBody, PinHint
 from expediter.gateway.chat_body import ChatBody
 from expediter.gateway.errors import ApiError, bad_request, no_such_model
 from expediter.gateway.generation import Choice, Generation
-from expediter.gateway.grammars import Grammars, spec_of
+from expediter.gateway.grammars import Grammars, check_end, spec_of
 from expediter.gateway.info import ServerInfo
 from expediter.gateway.prompts import Prompt, Prompts
 from expediter.gateway.recent import RecentRequests
@@ -111,7 +111,7 @@ class Service:
         self.recent = RecentRequests(config.max_recent)
         self._clock = clock
         self._ids = itertools.count()
-        self._tool_format = tool_format_of(text)
+        self._tool_format = tool_format_of(text.chat_template)
         self.prompts = Prompts(text, self._tool_format)
 
     def close(self) -> None:
@@ -144,7 +144,10 @@ class Service:
         spec = spec_of(body)
         if tools is not None:
             spec = tools.grammar(self._tool_format, spec)
-        return None if spec is None else await self.grammars.compile(spec)
+        if spec is None:
+            return None
+        check_end(body, spec)
+        return await self.grammars.compile(spec)
 
     async def chat(self, body: ChatBody, terms: Terms) -> Generation:
         """Return the generation of a conversation, not submitted yet.

@@ -36,9 +36,9 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tenant:
-    """Somebody who shares the server with others.
+    """Somebody who shares the server with others; one object per tenant and book.
 
     Args:
         name: "" for whoever comes without a key.

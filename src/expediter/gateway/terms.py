@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 from expediter.core.slo import NO_SLO, Slo, SloClass
@@ -26,6 +27,8 @@ _TITLES: Final = {
     b"x-session-affinity": "X-Session-Affinity",
     b"session_id": "session_id",
 }
+TERM_HEADERS: Final = frozenset(_TITLES)
+"""Names of the headers that `terms_of` looks at."""
 _FIELDS: Final = {b"x-slo-ttft-ms": "ttft_ms", b"x-slo-tpot-ms": "tpot_ms", b"x-deadline-ms": "deadline_ms"}
 _Given = dict[bytes, bytes]
 
@@ -88,13 +91,7 @@ def terms_of(body: Asked, headers: Iterable[tuple[bytes, bytes]], tenant: Tenant
     """
     given = _given(headers)
     if not given and not tenant.slo_class and _asks_nothing(body):
-        return Terms(
-            tenant=tenant.name,
-            priority=tenant.priority_of(body.priority),
-            cache_salt=tenant.cache_salt(body.cache_salt),
-            session=_session(body.prompt_cache_key, given),
-            refuse_late=bool(body.refuse_late),
-        )
+        return _plain_terms(tenant)
     name, base = _class(body.slo_class, given.get(b"x-slo-class"), tenant)
     deadline_s = _seconds(body.deadline_ms, given, b"x-deadline-ms")
     own = Slo(
@@ -126,8 +123,23 @@ def _given(headers: Iterable[tuple[bytes, bytes]]) -> _Given:
     return given
 
 
+@lru_cache(4096)
+def _plain_terms(tenant: Tenant) -> Terms:
+    """Return the terms of a request that says nothing about them, as most do: one object for all of a tenant's."""
+    return Terms(tenant=tenant.name, priority=tenant.priority_of(None), cache_salt=tenant.cache_salt(None))
+
+
 def _asks_nothing(body: Asked) -> bool:
-    return body.slo_class is None and body.ttft_ms is None and body.tpot_ms is None and body.deadline_ms is None
+    return (
+        body.slo_class is None
+        and body.ttft_ms is None
+        and body.tpot_ms is None
+        and body.deadline_ms is None
+        and body.priority is None
+        and not body.refuse_late
+        and not body.prompt_cache_key
+        and not body.cache_salt
+    )
 
 
 def _class(in_body: str | None, in_header: bytes | None, tenant: Tenant) -> tuple[str, SloClass]:

@@ -1,1 +1,1 @@
-"""Metrics and logs, derived from events; nothing here is read by a decision."""
+"""Metrics, spans and log lines, derived from events and records; nothing here is read by a decision."""

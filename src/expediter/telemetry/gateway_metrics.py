@@ -57,6 +57,10 @@ _MAX_SERIES: Final = 4096
 _SPARE: Final = 64 << 10
 """Bytes kept for the rows of what has no room for rows of its own."""
 
+_LATENCY_SUM: Final = len(LATENCY_BUCKETS_S) + 1
+_TPOT_SUM: Final = len(TPOT_BUCKETS_S) + 1
+"""Where a histogram's sum is, behind its buckets and the one above them."""
+
 _Shape = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -96,6 +100,12 @@ class GatewayMetrics:
         self._in_flight, self._queue_length, self._queue_tokens = (
             self._place(family) for family in (IN_FLIGHT, QUEUE_LENGTH, QUEUE_TOKENS)
         )
+        self._expected, self._actual, self._error = (
+            self._place(PREDICTED, kind) for kind in ("expected", "actual", "absolute_error")
+        )
+        self._predictions = self._place(PREDICTIONS)
+        self._causes: dict[str, int] = {}
+        self._hits: dict[str, int] = {}
         for gauge in (self._in_flight, self._queue_length, self._queue_tokens):
             self._values[gauge] = 0.0  # what a predecessor held went down with it
         registry.register(_Shown(self.rows, backends))
@@ -141,16 +151,30 @@ class GatewayMetrics:
             values[series.met if met else series.missed] += 1.0
         if record.outcome is Outcome.OK:
             self._answered(series, record)
-        if record.queued_s is not None:
-            self._observe(self._place(QUEUE, series.model), LATENCY_BUCKETS_S, record.queue_s)
+        queue_s = record.queue_s
+        if queue_s is not None:
+            place = self._place(QUEUE, series.model)
+            values[place + bisect_left(LATENCY_BUCKETS_S, queue_s)] += 1.0
+            values[place + _LATENCY_SUM] += queue_s
         if record.outcome is Outcome.OVER_LIMIT:
             self._add(LIMITED, series.tenant, record.error_code or _OTHER)
         if record.route is not None:
-            self._add(ROUTED, self._policy, cause_of(record.route))
-            if record.route.num_cached_tokens:
-                values[self._place(HITS, backend)] += record.route.num_cached_tokens
-        if len(record.attempts) > 1 or (record.attempts and record.attempts[0].failure is not None):
+            self._routed(record.route, backend)
+        attempts = record.attempts
+        if len(attempts) > 1 or (attempts and attempts[0].failure is not None):
             self._attempted(record)
+
+    def _routed(self, route: Placement, backend: str) -> None:
+        cause = cause_of(route)
+        place = self._causes.get(cause)
+        if place is None:
+            place = self._causes[cause] = self._place(ROUTED, self._policy, cause)
+        self._values[place] += 1.0
+        if route.num_cached_tokens:
+            place = self._hits.get(backend)
+            if place is None:
+                place = self._hits[backend] = self._place(HITS, backend)
+            self._values[place] += route.num_cached_tokens
 
     def _answered(self, series: _Series, record: ExchangeRecord) -> None:
         values = self._values
@@ -158,20 +182,25 @@ class GatewayMetrics:
         values[series.output_tokens] += record.num_output_tokens
         if record.num_cached_tokens:
             values[series.cached_tokens] += record.num_cached_tokens
-        self._observe(series.e2e, LATENCY_BUCKETS_S, record.e2e_s)
-        ttft_s = record.ttft_s
+        e2e_s, ttft_s, tpot_s = record.ended_s - record.arrived_s, record.ttft_s, record.tpot_s
+        values[series.e2e + bisect_left(LATENCY_BUCKETS_S, e2e_s)] += 1.0
+        values[series.e2e + _LATENCY_SUM] += e2e_s
         if ttft_s is None:
             return
-        self._observe(series.ttft, LATENCY_BUCKETS_S, ttft_s)
-        self._observe(series.tpot, TPOT_BUCKETS_S, record.tpot_s)
-        if record.predicted_ttft_s is not None:
+        values[series.ttft + bisect_left(LATENCY_BUCKETS_S, ttft_s)] += 1.0
+        values[series.ttft + _LATENCY_SUM] += ttft_s
+        if tpot_s is not None:
+            values[series.tpot + bisect_left(TPOT_BUCKETS_S, tpot_s)] += 1.0
+            values[series.tpot + _TPOT_SUM] += tpot_s
+        expected_s = record.predicted_ttft_s
+        if expected_s is not None:
             # The prediction was made when a backend was chosen; the time before that is no fault of its.
             since_s = record.arrived_s if record.dispatched_s is None else record.dispatched_s
             actual_s = record.arrived_s + ttft_s - since_s
-            self._add(PREDICTIONS)
-            values[self._place(PREDICTED, "expected")] += record.predicted_ttft_s
-            values[self._place(PREDICTED, "actual")] += actual_s
-            values[self._place(PREDICTED, "absolute_error")] += abs(record.predicted_ttft_s - actual_s)
+            values[self._predictions] += 1.0
+            values[self._expected] += expected_s
+            values[self._actual] += actual_s
+            values[self._error] += abs(expected_s - actual_s)
 
     def _attempted(self, record: ExchangeRecord) -> None:
         failure: str | None = None
@@ -181,11 +210,6 @@ class GatewayMetrics:
             failure = attempt.failure
             if failure is not None:
                 self._add(FAILURES, attempt.backend, failure)
-
-    def _observe(self, place: int, buckets: tuple[float, ...], value: float | None) -> None:
-        if value is not None:
-            self._values[place + bisect_left(buckets, value)] += 1.0
-            self._values[place + len(buckets) + 1] += value
 
     # ---- where it is counted
 
@@ -287,13 +311,11 @@ class _Shown(Collector):
         return []  # nothing is asked of anybody while the server is put together
 
     def collect(self) -> Iterator[Metric]:
-        rows = self._rows()
-        for family in COUNTED:
-            metric = _empty(family)
-            for key, values in rows.items():
-                if key[0] == family.name:
-                    _add_row(metric, family, key[1:], values)
-            yield metric
+        metrics = {family.name: (family, _empty(family)) for family in COUNTED}
+        for (name, *labels), values in self._rows().items():
+            family, metric = metrics[name]
+            _add_row(metric, family, labels, values)
+        yield from (metric for _, metric in metrics.values())
         yield from _of_backends(self._backends())
 
 

@@ -47,7 +47,8 @@ class Interval(msgspec.Struct):
         index: time of the system's monotonic clock, in intervals.
         ttft, tpot: of streams.
         num_told_tokens, num_cached_tokens: prompt tokens of requests whose backend said how many it had cached.
-        slow: those that waited longest, the worst first.
+        slow: those that waited longest, the worst first; who has missed its targets is worse than who has not.
+        slow_wait_s: who has met its targets and waited no longer is not among them.
     """
 
     index: int
@@ -57,32 +58,37 @@ class Interval(msgspec.Struct):
     num_told_tokens: int = 0
     num_cached_tokens: int = 0
     slow: list[ExchangeRecord] = []
+    slow_wait_s: float = -1.0
 
     def add(self, record: ExchangeRecord) -> None:
         """Count a request that has ended."""
         tenant = self._tenant(record.tenant)
         tenant.ended += 1
-        met = record.met_slo
-        if met is not None:
-            if met:
-                tenant.met += 1
-            else:
-                tenant.missed += 1
-        if record.outcome is Outcome.OVER_LIMIT:
-            tenant.limited += 1
-        elif record.outcome is Outcome.CLIENT_ERROR:
-            tenant.wrong += 1
-        if record.outcome is not Outcome.OK:
-            if met is False:
+        met, outcome = record.met_slo, record.outcome
+        if met:
+            tenant.met += 1
+        elif met is False:
+            tenant.missed += 1
+        if outcome is not Outcome.OK:
+            if outcome is Outcome.OVER_LIMIT:
+                tenant.limited += 1
+            elif outcome is Outcome.CLIENT_ERROR:
+                tenant.wrong += 1
+            elif met is False:
                 self._keep_slow(record)
             return
         tenant.output_tokens += record.num_output_tokens
         if record.num_cached_tokens is not None:
             self.num_told_tokens += record.num_prompt_tokens
             self.num_cached_tokens += record.num_cached_tokens
-        _count(self.ttft, record.ttft_s)
-        _count(self.tpot, record.tpot_s)
-        self._keep_slow(record)
+        ttft_s, tpot_s = record.ttft_s, record.tpot_s
+        if ttft_s is not None:
+            _count(self.ttft, ttft_s)
+            if tpot_s is not None:
+                _count(self.tpot, tpot_s)
+        # Hardly any request is among the slowest: most are told from them by one comparison.
+        if met is False or (record.e2e_s if ttft_s is None else ttft_s) > self.slow_wait_s:
+            self._keep_slow(record)
 
     def merge(self, other: Interval) -> None:
         """Add what another process counted in the same interval."""
@@ -112,6 +118,8 @@ class Interval(msgspec.Struct):
             return
         insort(slow, record, key=slowness)
         del slow[_NUM_SLOW:]
+        if len(slow) == _NUM_SLOW:
+            self.slow_wait_s = math.inf if slow[-1].met_slo is False else wait_s(slow[-1])
 
 
 def slowness(record: ExchangeRecord) -> tuple[bool, float]:
@@ -168,7 +176,6 @@ def percentiles(buckets: Buckets, shares: tuple[float, ...]) -> list[float | Non
     return found
 
 
-def _count(buckets: Buckets, seconds: float | None) -> None:
-    if seconds is not None:
-        bucket = math.ceil(math.log(max(seconds, _LEAST_S)) / _GROWTH)
-        buckets[bucket] = buckets.get(bucket, 0) + 1
+def _count(buckets: Buckets, seconds: float) -> None:
+    bucket = math.ceil(math.log(max(seconds, _LEAST_S)) / _GROWTH)
+    buckets[bucket] = buckets.get(bucket, 0) + 1

@@ -32,7 +32,3 @@ class RecentExchanges:
             for record in reversed(self._records)
             if record.tenant == tenant and name in (record.request_id, record.client_request_id)
         ]
-
-    def of(self, tenant: str) -> list[ExchangeRecord]:
-        """Return all that are kept of a tenant, the newest first."""
-        return [record for record in reversed(self._records) if record.tenant == tenant]

@@ -14,6 +14,7 @@ class ShownBackend(msgspec.Struct, frozen=True, kw_only=True):
     """One backend; what it has not told is None.
 
     Attributes:
+        models: that it serves; an own replica serves the server's.
         state: one of `STATES`.
         is_own: whether it is this server's own.
         num_in_flight: requests sent to it that have not ended.

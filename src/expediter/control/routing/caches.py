@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from expediter.control.fleet import Fleet
-from expediter.control.prefix_index import PrefixIndex, cached_tokens
+from expediter.control.prefix_index import PrefixIndex, cached_tokens, root_key
 from expediter.control.routing.base import RouteQuery
 from expediter.core.request import Request
 
@@ -32,10 +32,13 @@ class IndexedCaches:
     Args:
         index: may be shared by the fleets of several models, if a replica has the same slot in all of them.
         model: prompts of different models never share.
+        shared_by_tenants: of replicas whose caches know nothing of our tenants; only what a request asks for itself,
+            behind the slash of its salt, keeps prompts apart there.
     """
 
-    def __init__(self, index: PrefixIndex, model: str = "") -> None:
+    def __init__(self, index: PrefixIndex, model: str = "", *, shared_by_tenants: bool = False) -> None:
         self.index = index
+        self._shared_by_tenants = shared_by_tenants
         self._salt = f"{model}\0" if model else ""
         self._generation = 0
         self._stays: dict[int, int] = {}
@@ -54,10 +57,17 @@ class IndexedCaches:
             return
         self.index.record(fleet.slot_of(replica_id), self.keys(query.request))
 
+    def root(self) -> int:
+        """Return the number of the empty prefix of prompts without a salt."""
+        return root_key(self._salt)
+
     def keys(self, request: Request) -> list[int]:
         """Return the numbers of a request's prefixes; those of the last one asked for are at hand."""
         if self._asked[0] is not request:
-            self._asked = request, self.index.keys(request.prompt, self._salt + request.cache_salt)
+            salt = request.cache_salt
+            if self._shared_by_tenants and salt.endswith("/"):
+                salt = ""
+            self._asked = request, self.index.keys(request.prompt, self._salt + salt)
         return self._asked[1]
 
     def _follow(self, fleet: Fleet) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from expediter.control.fleet import Fleet
 from expediter.control.health import FleetHealth
+from expediter.control.prefix_index import PrefixIndex, PrefixKeys
 from expediter.control.routing.base import Placement, RouteQuery, Router
 from expediter.control.routing.build import RoutingConfig, make_router
 from expediter.control.routing.caches import IndexedCaches
@@ -14,12 +16,19 @@ from expediter.control.speed import Speed
 from expediter.core.request import Request
 from expediter.gateway.backends.backend import Backend
 
+if TYPE_CHECKING:  # an extra: only models with a tokenizer need it
+    from expediter.engine.tokenizer import Tokenizer
+
+EXACT_BLOCK_TOKENS: Final = 16
+"""Of the index of a model whose token ids are known."""
+
 
 @dataclass(slots=True, eq=False)
 class _Group:
     """Who serves one model.
 
     Attributes:
+        texts: makes token ids of prompts, so that KV events tell what is cached; None: prompts are compared as bytes.
         has_own: whether one of them says itself whether it takes requests.
         num_paused: of them, at the last look.
     """
@@ -27,6 +36,7 @@ class _Group:
     fleet: Fleet
     router: Router
     caches: IndexedCaches
+    texts: Tokenizer | None
     members: dict[int, Backend] = field(default_factory=dict)
     has_own: bool = False
     num_paused: int = 0
@@ -60,8 +70,12 @@ class ModelFleets:
 
     # ---- who serves what
 
-    def serves(self, backend: Backend, models: Sequence[str]) -> bool:
-        """Say which models a backend serves now; return whether some are new."""
+    def serves(self, backend: Backend, models: Sequence[str], texts: Tokenizer | None) -> bool:
+        """Say which models a backend serves now; return whether some are new.
+
+        Args:
+            texts: of the models that nobody has served yet, if their prompts are to be compared by token ids.
+        """
         for model in backend.models:
             if model not in models:
                 self._leave(model, backend)
@@ -70,13 +84,21 @@ class ModelFleets:
         for model in added:
             group = self._groups.get(model)
             if group is None:
-                caches = IndexedCaches(self._index, model)
-                group = self._groups[model] = _Group(Fleet(), make_router(self._routing, caches), caches)
+                group = self._groups[model] = self._group(model, texts)
             group.fleet.join(backend.replica_id, backend.snapshot, backend.profile, backend.slot)
             group.members[backend.replica_id] = backend
             group.has_own = group.has_own or backend.is_own
             self._sync(group)
         return bool(added)
+
+    def _group(self, model: str, texts: Tokenizer | None) -> _Group:
+        if texts is None:
+            caches = IndexedCaches(self._index, model)
+        else:
+            # Blocks as small as any engine's, so that events can be told apart; an index of the same size of its own.
+            index = replace(self._routing, index_block_tokens=EXACT_BLOCK_TOKENS).index()
+            caches = IndexedCaches(index, model, shared_by_tenants=True)
+        return _Group(Fleet(), make_router(self._routing, caches), caches, texts)
 
     def _leave(self, model: str, backend: Backend) -> None:
         group = self._groups[model]
@@ -147,28 +169,50 @@ class ModelFleets:
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the index."""
-        return self._index.num_bytes
+        """Memory of the indexes."""
+        return sum(index.num_bytes for index in self._indexes())
 
     def num_known_tokens(self, backend: Backend) -> int:
         """Return the prompt tokens that a backend is taken to hold."""
-        return self._index.num_held_tokens(backend.slot)
+        return sum(index.num_held_tokens(backend.slot) for index in self._indexes())
+
+    def texts(self, model: str) -> Tokenizer | None:
+        """Return what makes token ids of a model's prompts, where they are compared by those."""
+        group = self._groups.get(model)
+        return None if group is None else group.texts
 
     def limit(self, backend: Backend, max_tokens: int) -> None:
         """Say that a backend holds no more than that."""
-        self._index.limit(backend.slot, max_tokens)
+        for index in self._indexes():
+            index.limit(backend.slot, max_tokens)
 
     def forget(self, backend: Backend) -> None:
         """Say that a backend holds nothing."""
-        self._index.remove(backend.slot)
-        if backend.profile.max_kv_tokens is not None:
-            self._index.limit(backend.slot, backend.profile.max_kv_tokens)
+        for index in self._indexes():
+            index.remove(backend.slot)
+            if backend.profile.max_kv_tokens is not None:
+                index.limit(backend.slot, backend.profile.max_kv_tokens)
 
-    def keys(self, model: str, request: Request) -> list[int]:
+    def keys(self, model: str, request: Request) -> PrefixKeys:
         """Return the numbers of a prompt's prefixes."""
         group = self._groups.get(model)
         return [] if group is None else group.caches.keys(request)
 
-    def note(self, backend: Backend, keys: list[int]) -> None:
-        """Note that a backend will hold a prompt that was sent there by somebody else."""
-        self._index.record(backend.slot, keys)
+    def root(self, model: str) -> int:
+        """Return the number of the empty prefix of a model's prompts."""
+        return self._groups[model].caches.root()
+
+    def note(self, backend: Backend, model: str, keys: PrefixKeys) -> None:
+        """Note that a backend will hold a prompt that was sent there by somebody else, or holds one."""
+        self._groups[model].caches.index.record(backend.slot, keys)
+
+    def drop(self, backend: Backend, model: str, keys: PrefixKeys) -> None:
+        """Note that a backend has dropped the blocks at the ends of these prefixes."""
+        self._groups[model].caches.index.drop(backend.slot, keys)
+
+    def _indexes(self) -> Iterable[PrefixIndex]:
+        """Return the one that models share, and those of models whose token ids are known."""
+        yield self._index
+        for group in self._groups.values():
+            if group.texts is not None:
+                yield group.caches.index

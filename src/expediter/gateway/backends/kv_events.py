@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Hashable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from expediter.control.kv_contents import CacheContents, Cleared, KvEvent, Removed, Stored
 from expediter.gateway.backends.backend import Backend
+from expediter.gateway.backends.fleets import EXACT_BLOCK_TOKENS
 from expediter.gateway.backends.registry import Backends
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _NUMBER_BYTES: Final = 8
 _ON_DEVICE: Final = (None, "GPU")
 """Media that count: what was moved to the host has to be fetched, which may take as long as computing it."""
 _ARRAY_FIELDS: Final = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
@@ -71,8 +72,19 @@ def _event(raw: object) -> KvEvent | None:
         return Removed(tuple(hashes))
     block_tokens = raw.get("block_size")
     if kind == "BlockStored" and isinstance(block_tokens, int) and block_tokens > 0:
-        return Stored(tuple(hashes), block_tokens)
+        parent = raw.get("parent_block_hash")
+        return Stored(tuple(hashes), block_tokens, parent if isinstance(parent, Hashable) else None, _tokens(raw))
     return None
+
+
+def _tokens(raw: dict[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of stored blocks, if nothing else decides what is in them."""
+    extra, tokens = raw.get("extra_keys"), raw.get("token_ids")
+    if raw.get("lora_id") is not None or raw.get("lora_name") is not None or (isinstance(extra, list) and any(extra)):
+        return ()
+    if not isinstance(tokens, list) or not all(isinstance(each, int) and 0 <= each < 1 << 31 for each in tokens):
+        return ()
+    return tuple(tokens)
 
 
 class KvSubscription:
@@ -81,7 +93,7 @@ class KvSubscription:
     def __init__(self, backends: Backends, backend: Backend) -> None:
         self._backends = backends
         self._backend = backend
-        self.contents = CacheContents()
+        self.contents = CacheContents(EXACT_BLOCK_TOKENS)
 
     async def run(self) -> None:
         """Follow until cancelled; ZMQ connects again by itself."""
@@ -115,11 +127,13 @@ class KvSubscription:
         except ValueError as error:
             logger.warning("backend %s sent KV events that cannot be read: %s", self._backend.name, error)
             events = []
+        self.contents.root = self._backends.kv_root(self._backend)
         news = self.contents.apply(number, events)
-        if news.is_lost:
-            self._backends.forget_prefixes(self._backend)
+        self._backends.kv_news(self._backend, news)
         if self.contents.is_complete:
-            self._backends.holds(self._backend, self.contents.num_tokens, has_dropped=news.has_dropped)
+            # Where it is known which prompts were dropped, no others need be.
+            has_dropped = news.has_dropped and self.contents.root is None
+            self._backends.holds(self._backend, self.contents.num_tokens, has_dropped=has_dropped)
 
     async def _catch_up(self, context: zmq.asyncio.Context, end: int) -> None:
         """Ask for the batches that are missing before one; what the engine no longer has stays missing."""

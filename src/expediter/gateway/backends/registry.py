@@ -10,16 +10,18 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from expediter.control.health import Failure, FleetHealth, HealthConfig
+from expediter.control.kv_contents import News
 from expediter.control.routing.base import Candidate
 from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
-from expediter.core.request import Request
+from expediter.core.request import Request, TokenArray
 from expediter.gateway.backends.backend import (
     Backend,
     BackendStatus,
@@ -31,9 +33,13 @@ from expediter.gateway.backends.backend import (
 )
 from expediter.gateway.backends.config import Address, BackendConfig
 from expediter.gateway.backends.fleets import ModelFleets
+from expediter.gateway.backends.prompts import PromptSource, token_ids
 from expediter.gateway.backends.sharing import Placed, SharedLoads
 from expediter.gateway.backends.speeds import Speeds
 from expediter.telemetry.exchanges import BackendEvents
+
+if TYPE_CHECKING:  # an extra: only models with a tokenizer need it
+    from expediter.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +61,14 @@ class NobodyUp(NamedTuple):
 
     retry_after_s: float
     message: str = "no backend is up"
+
+
+def _tokenizer(config: BackendConfig) -> Tokenizer:
+    try:
+        from expediter.engine.tokenizer import Tokenizer  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigurationError(f"backend {config.url!r}: tokenizer needs pip install 'expediter[engine]'") from error
+    return Tokenizer.from_folder(Path(config.tokenizer))
 
 
 def _nothing() -> None:
@@ -106,6 +120,7 @@ class Backends:
         self._events = events
         self._shared = shared
         self._backends: dict[int, Backend] = {}
+        self._texts: dict[str, Tokenizer] = {}
         self._next_id = 0
 
     # ---- who there is
@@ -128,8 +143,8 @@ class Backends:
         """Take a backend in. It gets requests as soon as its models are known, at once if the configuration says them.
 
         Raises:
-            ConfigurationError: its name is taken, the variable with its key is not set, or what its KV events need is
-                not installed.
+            ConfigurationError: its name is taken, the variable with its key is not set, its tokenizer cannot be read,
+                or what its KV events need is not installed.
         """
         if config.kv_events and find_spec("zmq") is None:
             raise ConfigurationError(f"backend {config.url!r}: kv_events needs pip install 'expediter[kv-events]'")
@@ -139,6 +154,8 @@ class Backends:
             if not key:
                 raise ConfigurationError(f"backend {config.url!r}: {config.api_key_env} is not set")
             authorization = f"Bearer {key}".encode()
+        if config.tokenizer and config.tokenizer not in self._texts:
+            self._texts[config.tokenizer] = _tokenizer(config)
         backend = self._enter(config, config.shown_name, config.address)
         backend.authorization = authorization
         self.serves(backend, config.models)
@@ -183,7 +200,10 @@ class Backends:
 
     def serves(self, backend: Backend, models: Sequence[str]) -> None:
         """Say which models a backend serves now."""
-        if backend.replica_id in self._backends and self._fleets.serves(backend, models) and not backend.is_draining:
+        if backend.replica_id not in self._backends:
+            return
+        texts = self._texts.get(backend.config.tokenizer)
+        if self._fleets.serves(backend, models, texts) and not backend.is_draining:
             self.on_room()
 
     def limits(self, backend: Backend, *, max_kv_tokens: int | None) -> None:
@@ -203,6 +223,31 @@ class Backends:
         backend.num_cache_tokens = num_tokens
         if has_dropped:
             self._hold(backend, num_tokens)
+
+    def kv_news(self, backend: Backend, news: News) -> None:
+        """Take in what a backend's KV events say of prompts of the model that it serves first."""
+        if news.is_lost:
+            self.forget_prefixes(backend)
+        if self.kv_root(backend) is not None:
+            model = backend.models[0]
+            for keys in news.stored:
+                self._fleets.note(backend, model, keys)
+            self._fleets.drop(backend, model, news.dropped)
+
+    def kv_root(self, backend: Backend) -> int | None:
+        """Return the number of the empty prefix of the model that a backend serves first.
+
+        None if its prompts are not compared by token ids, or the backend serves nothing yet.
+        """
+        if not backend.models or self._fleets.texts(backend.models[0]) is None:
+            return None
+        return self._fleets.root(backend.models[0])
+
+    def prompt_tokens(self, model: str, prompt: PromptSource) -> TokenArray:
+        """Return a prompt as it is compared and counted for a model: its token ids where they can be known."""
+        texts = self._fleets.texts(model)
+        tokens = None if texts is None else token_ids(texts, prompt)
+        return prompt.prompt_tokens() if tokens is None else tokens
 
     def forget_prefixes(self, backend: Backend) -> None:
         """Say that a backend's cache is empty."""
@@ -233,13 +278,16 @@ class Backends:
         if decision is None:
             if self._fleets.is_full(model, excluded):
                 return Busy()
-            waits_s = (each.up_in_s() for each in self._fleets.members(model) if each.up_in_s is not None)
-            return NobodyUp(min(waits_s, default=1.0))
+            return NobodyUp(min((self._back_in_s(each, now_s) for each in self._fleets.members(model)), default=1.0))
         backend = self._backends[decision.replica_id]
         speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
             predicted_s = backend.queue_s(speed) + speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
         return Chosen(backend, decision, model, predicted_s)
+
+    def _back_in_s(self, backend: Backend, now_s: float) -> float:
+        """Return in how many seconds a backend that cannot be chosen may take requests."""
+        return self.health.back_in_s(backend.replica_id, now_s) if backend.up_in_s is None else backend.up_in_s()
 
     def dispatched(self, chosen: Chosen, request: Request, now_s: float, *, is_stream: bool) -> Dispatch:
         """Count a request where it goes, before a byte of it is sent."""
@@ -253,7 +301,7 @@ class Backends:
             num_tokens=num_tokens,
             num_new=num_new,
             num_ahead=backend.num_pending_tokens,
-            num_beside=backend.num_answered,
+            num_beside=backend.num_running,
             is_trial=self.health.num_out > 0 and self.health.began(backend.replica_id),
             predicted_ttft_s=chosen.predicted_ttft_s,
             book=self,
@@ -293,7 +341,7 @@ class Backends:
         placed = Placed.of(message)
         backend = None if placed is None else self.named(placed.backend)
         if placed is not None and backend is not None and placed.model in backend.models:
-            self._fleets.note(backend, placed.keys)
+            self._fleets.note(backend, placed.model, placed.keys)
 
     def answered(self, dispatch: Dispatch, now_s: float) -> None:
         """Hear of a dispatch's first byte; called by the dispatch."""

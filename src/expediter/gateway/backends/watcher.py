@@ -65,6 +65,7 @@ class _Watched:
     patience_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
     is_complained_of: bool = False
+    is_subscribed: bool = False
 
 
 class Watcher:
@@ -114,6 +115,7 @@ class Watcher:
                     is_known = await self._discover(backend, watched)
                     due_s = self._clock.now() + (config.discover_s if is_known else config.retry_s)
                 watched.is_asked.set()
+                self._subscribe(backend, watched)
                 await self._scrape(backend, watched)
             except Exception:  # whatever a backend answers: the next look comes
                 logger.exception("backend %s gave an answer that cannot be handled", backend.name)
@@ -153,6 +155,15 @@ class Watcher:
         num_others = min(watched.others) if len(watched.others) == _NUM_AGREEING else 0
         self._backends.limits(backend, max_kv_tokens=load.max_kv_tokens)
         self._backends.reported(backend, Reported(asked_s, load.num_running, load.num_waiting, load.kv_use, num_others))
+
+    def _subscribe(self, backend: Backend, watched: _Watched) -> None:
+        """Follow a backend's KV events, once it is known whose prompts they speak of."""
+        if not backend.config.kv_events or watched.is_subscribed or not backend.models:
+            return
+        from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
+
+        watched.is_subscribed = True
+        watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
 
     async def _probe(self, backend: Backend, asker: Asker) -> None:
         try:
@@ -210,10 +221,6 @@ class Watcher:
             if replica_id not in self._watched:
                 self._watched[replica_id] = watched = _Watched(Asker(backend))
                 watched.tasks.append(asyncio.create_task(self._look_after(backend, watched)))
-                if backend.config.kv_events:
-                    from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
-
-                    watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
 
     async def _leave(self, watched: _Watched) -> None:
         for task in watched.tasks:

@@ -23,6 +23,7 @@ class DoorBody(msgspec.Struct, kw_only=True, gc=False):
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None

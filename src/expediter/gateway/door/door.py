@@ -41,7 +41,7 @@ _LARGE_DIGITS: Final = 6
 
 def _is_large(request: HttpRequest) -> bool:
     """Return whether a body has 100,000 bytes or more, or does not say how many."""
-    length = request.header(b"content-length")
+    length = request.fields.get(b"content-length")
     return length is None or len(length) >= _LARGE_DIGITS
 
 
@@ -108,7 +108,7 @@ class Door:
         if request.method != "POST":
             return None
         if self._drain.is_draining:
-            return self._refusal(request, refusals.shutting_down())
+            return self._refusal(request, refusals.shutting_down(self._drain.retry_after_s))
         if tenant is not None and request.path in MODEL_PATHS and _is_large(request):
             exceeded = self._parts.limits.refusal(tenant.name, request.arrived_s)
             if exceeded is not None:
@@ -141,17 +141,9 @@ class Door:
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
-        bearer = key = None
-        for name, value in request.headers:
-            if name == b"authorization":
-                if bearer is not None:
-                    return None
-                bearer = value
-            elif name == b"x-api-key":
-                if key is not None:
-                    return None
-                key = value
-        return self._tenants.of(bearer, key)
+        if request.repeats(b"authorization") or request.repeats(b"x-api-key"):
+            return None
+        return self._tenants.of(request.fields.get(b"authorization"), request.fields.get(b"x-api-key"))
 
     def _turned_away(self, request: HttpRequest, tenant: Tenant, error: ApiError) -> Answer:
         """Refuse a request whose body is not here yet, and record it as any other."""
@@ -184,7 +176,7 @@ class Door:
     def end_exchanges(self) -> None:
         """End all exchanges with foreign backends now, with an error."""
         for exchange in tuple(self._live.values()):
-            exchange.end_now()
+            exchange.end_now(self._drain.retry_after_s)
 
     def _ended(self, record: ExchangeRecord) -> None:
         del self._live[record.request_id]

@@ -10,11 +10,13 @@ class Drain:
 
     Attributes:
         is_draining: no new work is taken.
+        retry_after_s: what clients are told then: how long a server in its place takes to start.
         num_open: requests that may cause work and whose responses have not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after_s: float = 1.0) -> None:
         self.is_draining = False
+        self.retry_after_s = retry_after_s
         self.num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -33,9 +33,9 @@ from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.relay import SERVER_ERROR, Answered, Relay
 from expediter.gateway.errors import ApiError, deadline_exceeded, over_limit
 from expediter.gateway.http.reply import Reply
-from expediter.gateway.http.wire import HttpRequest, client_request_id
+from expediter.gateway.http.wire import Headers, HttpRequest, repeatable
 from expediter.gateway.tenants import Tenant
-from expediter.gateway.terms import Terms, terms_of
+from expediter.gateway.terms import TERM_HEADERS, Terms, terms_of
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
 from expediter.telemetry.trace_context import TraceContext, new_id
 
@@ -100,7 +100,7 @@ class Exchange:
         self._tenant = tenant
         self._on_ended = on_ended
         client_id = request.client_request_id
-        outer_id = client_request_id(request.headers, OWN_ID)  # of another Expediter's door, which asks by it later
+        outer_id = repeatable(request.fields.get(OWN_ID))  # of another Expediter's door, which asks by it later
         self._shown_id = client_id or self.request_id.encode("ascii")
         self._client_id = outer_id or client_id
         self._is_stream = False
@@ -128,9 +128,7 @@ class Exchange:
         reply = self._reply
         reply.on_gone, reply.on_pause, reply.on_resume = self.client_left, self._slow_down, self._speed_up
         if self._parts.tracer is not None:
-            headers = self._request.headers
-            parent = next((value for name, value in headers if name == TRACEPARENT), None)
-            self._trace = self._parts.tracer.begin(parent)
+            self._trace = self._parts.tracer.begin(self._request.fields.get(TRACEPARENT))
         try:
             self._check()
         except ApiError as error:
@@ -158,11 +156,11 @@ class Exchange:
         if not parts.backends.knows(model) or not tenant.may_use(model):
             raise self._unknown_model()
         self.model = model
-        terms = self._terms = terms_of(body, request.headers, tenant)
+        terms = self._terms = terms_of(body, _term_headers(request), tenant)
         max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
             request_id=self.request_id,
-            prompt=body.prompt_tokens(),
+            prompt=parts.backends.prompt_tokens(model, body),
             max_tokens=max_tokens,
             priority=terms.priority,
             cache_salt=terms.cache_salt,
@@ -271,7 +269,7 @@ class Exchange:
                 self._refuse(deadline_exceeded(), Outcome.EXPIRED)
             case Cause.LATE:
                 self._refuse(refusals.too_late(leaver.retry_after_s), Outcome.LATE)
-            case Cause.DISPLACED:
+            case Cause.PUSHED_OUT:
                 self._refuse(refusals.queue_full(leaver.retry_after_s), Outcome.NO_CAPACITY)
 
     # ---- news of an attempt
@@ -363,7 +361,7 @@ class Exchange:
         if self._dispatch.backend is backend:
             relay.give_up(failure, time.monotonic())
 
-    def end_now(self) -> None:
+    def end_now(self, retry_after_s: float) -> None:
         """End with an error, whatever it is at: the server is about to stop. The own API ends its requests itself."""
         relay = self._relay
         if relay is not None and relay.first_byte_s is not None:
@@ -371,7 +369,7 @@ class Exchange:
         elif self._dispatch is None or relay is not None:
             if relay is not None:
                 relay.cancel()
-            self._refuse(refusals.shutting_down(), Outcome.NO_CAPACITY)
+            self._refuse(refusals.shutting_down(retry_after_s), Outcome.NO_CAPACITY)
 
     # ---- out
 
@@ -463,7 +461,7 @@ class Exchange:
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
             usage_is_exact=usage is not None,
             num_bytes_in=len(request.body),
-            num_bytes_out=self._reply.num_bytes,
+            num_bytes_out=self._reply.num_bytes if answered is None else answered.num_bytes,
             predicted_ttft_s=None if chosen is None else chosen.predicted_ttft_s,
             trace=self._trace,
         )
@@ -476,3 +474,8 @@ class Exchange:
             failure=failure,
             span_id=self._span_id,
         )
+
+
+def _term_headers(request: HttpRequest) -> Headers:
+    """Return the headers that may be terms; most requests have none, which is seen at once."""
+    return [] if TERM_HEADERS.isdisjoint(request.fields) else request.headers

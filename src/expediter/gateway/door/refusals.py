@@ -41,8 +41,8 @@ def too_late(retry_after_s: float) -> ApiError:
     return overloaded("the request cannot be answered in time", "late", retry_after_s)
 
 
-def shutting_down() -> ApiError:
-    return overloaded("the server is shutting down", "shutting_down")
+def shutting_down(retry_after_s: float) -> ApiError:
+    return overloaded("the server is shutting down", "shutting_down", retry_after_s)
 
 
 def backend_failed(failure: Failure) -> ApiError:

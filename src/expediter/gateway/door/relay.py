@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from expediter.control.health import Failure
@@ -91,6 +92,7 @@ class Relay:
         "_patience",
         "_reply",
         "_shown_id",
+        "_write",
         "first_byte_s",
     )
 
@@ -116,6 +118,7 @@ class Relay:
         self._num_events = 0
         self._max_gap_s = 0.0
         self._is_framed = False
+        self._write: Callable[[bytes], None] = reply.write
         self._is_paused = False
         self.first_byte_s: float | None = None
 
@@ -160,10 +163,7 @@ class Relay:
         else:
             gap_s = now_s - dispatch.progress_s
             self._max_gap_s = max(self._max_gap_s, gap_s)
-            if self._is_framed:
-                self._reply.pass_on(data)
-            else:
-                self._reply.write(data)
+            self._write(data)
         dispatch.progress_s = now_s
         self._num_bytes += len(data)
         self._num_events += data.count(b"data: ")
@@ -217,8 +217,9 @@ class Relay:
             self._asker.answering(now_s)
         self._is_framed = head.length is not None or (head.is_chunked and reply.takes_chunks)
         if self._is_framed:
-            reply.start_framed(framed_head(head, self._shown_id), data)
+            self._write = reply.start_framed(framed_head(head, self._shown_id), data)
         else:
+            self._write = reply.write
             reply.start(head.status, passed_headers(head, self._shown_id), None)
             reply.write(data)
 
@@ -270,6 +271,6 @@ class Relay:
         if not self._ends[-1].endswith((b"\n\n", b"\n\n\r\n")):
             event = b"\n\n" + event  # in the middle of another
         if not self._is_framed:
-            self._reply.write(event)
+            self._write(event)
         elif self._call is not None and self._call.at_boundary:
-            self._reply.pass_on(b"%x\r\n%b\r\n" % (len(event), event))
+            self._write(b"%x\r\n%b\r\n" % (len(event), event))

@@ -45,9 +45,16 @@ class ChunkTracker:
             ChunkError: the framing is broken, or bytes follow the end.
         Cost: no copy, where data holds whole chunks.
         """
-        chunks = self._feed(data)
         if self._payload is None:
-            return chunks
+            if not self._held and not self._left:
+                match = _SIZE.match(data)
+                if match is not None:
+                    end = match.end()
+                    size = int(match[1], 16)
+                    if size and end + size + 2 == len(data) and data.endswith(b"\r\n") and not self.ended:
+                        return data  # one whole chunk, as is usual
+            return self._feed(data)
+        self._feed(data)
         payload = b"".join(self._payload)
         self._payload.clear()
         return payload

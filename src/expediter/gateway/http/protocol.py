@@ -115,9 +115,10 @@ class HttpConnection(asyncio.Protocol):
         self._is_deaf = True
         reply, self._reply = self._reply, None
         if reply is not None and not reply.ended:
-            reply.ended = True
-            if reply.on_gone is not None:
-                reply.on_gone()
+            on_gone = reply.on_gone
+            reply.forget()
+            if on_gone is not None:
+                on_gone()
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -188,15 +189,14 @@ class HttpConnection(asyncio.Protocol):
                 raise self._refusal(431, f"more than {self._limits.max_headers} headers")
 
     def on_headers_complete(self) -> None:
-        parser, headers = self._parser, self._headers
-        version = parser.get_http_version()
-        length, fault = _check_head(version, headers)
+        parser = self._parser
+        now_s = time.monotonic()
+        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
+        request = HttpRequest(method, self._target, version, self._headers, now_s, self._peer, self._sock)
+        self._request = request
+        length, fault = _check_head(request)
         if fault:
             raise self._refusal(400, fault)
-        now_s = time.monotonic()
-        method = parser.get_method().decode("ascii")
-        request = HttpRequest(method, self._target, version, headers, now_s, self._peer, self._sock)
-        self._request = request
         self._upgrades = parser.should_upgrade()
         if self._upgrades and method == "CONNECT":
             raise self._refusal(400, "CONNECT is not supported")
@@ -207,7 +207,7 @@ class HttpConnection(asyncio.Protocol):
             raise _RefusedError(refusal)
         if self._reply is None:
             self.deadline_s = now_s + self._limits.body_timeout_s
-            if version == "1.1" and (request.header(b"expect") or b"").lower() == b"100-continue":
+            if version == "1.1" and request.fields.get(b"expect", b"").lower() == b"100-continue":
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -235,9 +235,10 @@ class HttpConnection(asyncio.Protocol):
         if len(self._turns) >= self._limits.max_pipelined:
             self._is_deaf = True
             self._turns[-1].keeps_alive = False
+        elif self._reply is None and not self._turns and not self._transport.is_closing():
+            self._answer(request, keeps_alive, None)
         else:
             self._turns.append(_Turn(request, keeps_alive, None))
-            self._answer_next()
 
     # ---- what is wrong
 
@@ -333,17 +334,17 @@ class HttpConnection(asyncio.Protocol):
         self._is_answering = True
         try:
             while self._turns and self._reply is None and not self._transport.is_closing():
-                self._answer(self._turns.popleft())
+                turn = self._turns.popleft()
+                self._answer(turn.request, turn.keeps_alive, turn.refusal)
         finally:
             self._is_answering = False
 
-    def _answer(self, turn: _Turn) -> None:
-        request = turn.request
-        self.keeps_alive = turn.keeps_alive
+    def _answer(self, request: HttpRequest, keeps_alive: bool, refusal: Answer | None) -> None:
+        self.keeps_alive = keeps_alive
         self.deadline_s = _NEVER
         reply = self._reply = Reply(self, self._transport, request)
-        if turn.refusal is not None:
-            reply.send(*turn.refusal)
+        if refusal is not None:
+            reply.send(*refusal)
             return
         try:
             self._state.app.handle(request, reply)
@@ -372,21 +373,17 @@ def _address(found: object) -> tuple[str, int] | None:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple | list) and len(found) >= 2 else None
 
 
-def _check_head(version: str, headers: Headers) -> tuple[int, str]:
+def _check_head(request: HttpRequest) -> tuple[int, str]:
     """Return the length that a head announces, 0 if it does not, and what is wrong with it, "" if nothing.
 
     httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
     """
+    version, fields = request.version, request.fields
     if version not in {"1.0", "1.1"}:
         return 0, "the version of HTTP is not supported"
-    length = num_hosts = 0
-    for name, value in headers:
-        if name == b"host":
-            num_hosts += 1
-        elif name == b"content-length":
-            length = int(value)
-        elif name == b"transfer-encoding" and (version == "1.0" or value.lower() != b"chunked"):
-            return 0, "the transfer encoding is not supported"
-    if num_hosts > 1 or (version == "1.1" and not num_hosts):
+    encoding = fields.get(b"transfer-encoding")
+    if encoding is not None and (version == "1.0" or encoding.lower() != b"chunked"):
+        return 0, "the transfer encoding is not supported"
+    if (b"host" not in fields and version == "1.1") or request.repeats(b"host"):
         return 0, "exactly one Host header is needed"
-    return length, ""
+    return int(fields.get(b"content-length", b"0")), ""

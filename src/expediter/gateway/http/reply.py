@@ -60,7 +60,7 @@ class Reply:
     Attributes:
         on_gone: called when the client closes the connection before the end.
         on_pause, on_resume: called when the client reads too slowly, and when it has caught up.
-        num_bytes: written so far, heads and framing included.
+        num_bytes: written by this object so far, heads and framing included.
     """
 
     __slots__ = (
@@ -119,21 +119,16 @@ class Reply:
             return
         self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
-    def start_framed(self, head: bytes, data: bytes) -> None:
+    def start_framed(self, head: bytes, data: bytes) -> Callable[[bytes], None]:
         """Send a head that names the body's length or its encoding, without its last line, and a part of the body.
 
-        From here on the body is passed on as it is framed already, by `pass_on`, and ended by `end_framed`. Only for
-        clients that take chunks, if it is chunked.
+        From here on the body is written by what is returned, with the framing that it has already, and ended by
+        `end_framed`. Only for clients that take chunks, if it is chunked, and not after `on_gone`.
         """
-        if self.ended:
-            return
         self.started = True
-        self._write(b"".join((head, self._connection.connection_header(self._version), b"\r\n", data)))
-
-    def pass_on(self, data: bytes) -> None:
-        """Send body bytes with the framing that they came with."""
         if not self.ended:
-            self._write(data)
+            self._write(b"".join((head, self._connection.connection_header(self._version), b"\r\n", data)))
+        return self._transport.write
 
     def end(self) -> None:
         """End the body."""
@@ -144,16 +139,21 @@ class Reply:
         self.end_framed()
 
     def end_framed(self) -> None:
-        """End a body that is complete as it was passed on."""
+        """End a body that is complete as it was framed."""
         if not self.ended:
-            self.ended = True
+            self.forget()
             self._connection.reply_ended(self)
 
     def cut(self) -> None:
         """Break the response off, so that nobody can take the part for the whole; what was written still goes out."""
         if not self.ended:
-            self.ended = True
+            self.forget()
             self._connection.close()
+
+    def forget(self) -> None:
+        """Do nothing any more, and let go of who has to be called: nothing here must wait for the garbage collector."""
+        self.ended = True
+        self.on_gone = self.on_pause = self.on_resume = None
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> bytes:
         self.started = True

@@ -6,6 +6,7 @@ import asyncio
 import enum
 import re
 import ssl as tls
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -88,6 +89,10 @@ class UpstreamListener(Protocol):
         """There will be no (whole) response."""
 
 
+def _to_nobody(data: bytes, is_last: bool) -> None:
+    """Take body bytes that nobody waits for."""
+
+
 class UpstreamCall:
     """One request to a backend."""
 
@@ -153,9 +158,10 @@ class UpstreamCall:
         if self._listener is not None:
             self._listener.upstream_head(head)
 
-    def data(self, data: bytes, is_last: bool) -> None:
-        if self._listener is not None:
-            self._listener.upstream_data(data, is_last)
+    @property
+    def deliver(self) -> Callable[[bytes, bool], None]:
+        """Where body bytes go; a connection that is cancelled delivers none."""
+        return _to_nobody if self._listener is None else self._listener.upstream_data
 
     def failed(self, failure: UpstreamFailure) -> None:
         listener, self._listener = self._listener, None
@@ -239,6 +245,7 @@ class _Connection(asyncio.Protocol):
         self._left: int | None = None
         self._keeps_alive = True
         self._is_paused = False
+        self._deliver: Callable[[bytes, bool], None] = _to_nobody
 
     def send(self, request: tuple[bytes, bytes], call: UpstreamCall) -> None:
         self._begin()
@@ -252,6 +259,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._call = None
+        self._deliver = _to_nobody
         self._transport.abort()
 
     def pause_reading(self) -> None:
@@ -278,7 +286,7 @@ class _Connection(asyncio.Protocol):
         if call is None:
             self._pool.drop(self)
         elif self._head is not None and self._head.length is None and not self._head.is_chunked:
-            call.data(b"", True)  # the body ends with the connection
+            self._deliver(b"", True)  # the body ends with the connection
         elif self._was_used and not self._got_bytes:
             call.again()
         else:
@@ -288,13 +296,21 @@ class _Connection(asyncio.Protocol):
         if self._call is None:  # nothing was asked: a backend that talks by itself is not to be trusted
             self._transport.abort()
             return
-        self._got_bytes = True
         try:
             if self._head is None:
+                self._got_bytes = True
                 data = self._read_head(data)
-                if self._head is None:
+                if self._head is None or self._call is None:
                     return
-            self._read_body(data)
+            chunks = self._chunks
+            if chunks is None:
+                self._read_body(data)
+                return
+            data = chunks.feed(data)
+            if chunks.ended:
+                self._end(data)
+            elif data:
+                self._deliver(data, False)
         except (ChunkError, _ResponseError):
             self._transport.abort()
             call, self._call = self._call, None
@@ -318,32 +334,23 @@ class _Connection(asyncio.Protocol):
         call = self._call
         assert call is not None
         self._chunks = ChunkTracker(unwraps=call.unwraps) if head.is_chunked else None
+        self._deliver = call.deliver
         call.head(head)
         return rest
 
     def _read_body(self, data: bytes) -> None:
-        call = self._call
-        if call is None:  # cancelled by who heard of the head
-            return
-        if self._chunks is not None:
-            data = self._chunks.feed(data)
-            if self._chunks.ended:
-                self._end(call, data)
-            elif data:
-                call.data(data, False)
-        elif self._left is None:
-            if data:
-                call.data(data, False)
-        else:
+        """Take in a part of a body that is not chunked."""
+        if self._left is not None:
             self._left -= len(data)
             if self._left < 0:
                 raise _ResponseError
             if self._left == 0:
-                self._end(call, data)
-            elif data:
-                call.data(data, False)
+                self._end(data)
+                return
+        if data:
+            self._deliver(data, False)
 
-    def _end(self, call: UpstreamCall, data: bytes) -> None:
+    def _end(self, data: bytes) -> None:
         self._call = None
         self._was_used = True
         if not self._keeps_alive:
@@ -351,7 +358,11 @@ class _Connection(asyncio.Protocol):
         elif not self._transport.is_closing():
             self.resume_reading()
             self._pool.keep(self)
-        call.data(data, True)
+        deliver, self._deliver = (
+            self._deliver,
+            _to_nobody,
+        )  # who has heard it all must not be kept by an idle connection
+        deliver(data, True)
 
 
 class _ResponseError(Exception):

@@ -73,6 +73,7 @@ class HttpRequest:
         query: of the target, without `?`, as it came.
         version: "1.1" or "1.0".
         headers: all of them, in order.
+        fields: value of each name; of one that is given more than once, the last.
         body: the whole body; empty while only the head is here.
         arrived_s: when the head was complete, monotonic clock.
         peer: address of the client, None on a Unix socket.
@@ -84,6 +85,7 @@ class HttpRequest:
         "arrived_s",
         "body",
         "context",
+        "fields",
         "headers",
         "method",
         "path",
@@ -108,6 +110,7 @@ class HttpRequest:
         self.target = target
         self.version = version
         self.headers = headers
+        self.fields = dict(headers)
         self.body = b""
         self.arrived_s = arrived_s
         self.peer = peer
@@ -117,29 +120,26 @@ class HttpRequest:
         path = raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
 
-    def header(self, name: bytes) -> bytes | None:
-        """Return the first header of this name, in lower case; None if there is none."""
-        for known, value in self.headers:
-            if known == name:
-                return value
-        return None
-
-    def all(self, name: bytes) -> list[bytes]:
-        """Return every header of this name."""
-        return [value for known, value in self.headers if known == name]
+    def repeats(self, name: bytes) -> bool:
+        """Return whether a header is given more than once."""
+        if len(self.fields) == len(self.headers):
+            return False
+        return sum(known == name for known, _ in self.headers) > 1
 
     @property
     def client_request_id(self) -> bytes | None:
         """See the function of this name."""
-        return client_request_id(self.headers)
+        return repeatable(self.fields.get(b"x-request-id"))
 
 
 def client_request_id(headers: Iterable[tuple[bytes, bytes]], header: bytes = b"x-request-id") -> bytes | None:
     """Return a client's X-Request-Id, if it gave one that may be repeated; it is never used as an id of ours."""
-    for name, value in headers:
-        if name == header:
-            return value if _REQUEST_ID.fullmatch(value) else None
-    return None
+    return repeatable(next((value for name, value in headers if name == header), None))
+
+
+def repeatable(request_id: bytes | None) -> bytes | None:
+    """Return an id that a client gave, if it may stand in a response and a log."""
+    return request_id if request_id is not None and _REQUEST_ID.fullmatch(request_id) else None
 
 
 def origin_form(target: bytes) -> bytes:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+MAX_FORCED_CALLS: Final = 16
+"""In one answer: a small model that has to call does not stop by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,11 @@ class Function:
     description: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of its arguments, which are an object in any case."""
+        return {"type": "object", **self.parameters}
 
     def as_tool(self) -> dict[str, Any]:
         """Return it in OpenAI's shape, which chat templates take."""

@@ -136,7 +136,7 @@
       grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid"), width: 1 },
     };
     const options = {
-      width: box.clientWidth, height: 190, padding: [8, 12, 0, 0],
+      width: box.clientWidth, height: 190, padding: [8, 22, 0, 0],
       scales: { y: { distr: definition.log ? 3 : 1, range: (u, low, high) => range(definition, low, high) } },
       axes: [
         { ...axis, size: 30, values: (u, splits) => splits.map((s) => clock(s).slice(0, 5)), space: 60, incrs: [60, 120, 300, 600] },
@@ -226,13 +226,20 @@
     const fill = element("i");
     fill.style.width = `${Math.min(of, 1) * 100}%`;
     track.append(fill);
-    cell.append(track, share(of));
+    cell.append(track, element("span", share(of), "figure"));
+    return cell;
+  };
+
+  // What a backend serves matters where not all serve the same.
+  const named = (b) => {
+    const cell = element("span", b.name);
+    if (feed.models.length > 1 && b.models.length) cell.append(element("small", ` ${b.models.join(", ")}`));
     return cell;
   };
 
   const showBackends = () => {
     const rows = feed.backends.map((b) => [
-      b.name, chip(b.state), b.max_requests == null ? number(b.num_in_flight) : `${b.num_in_flight} of ${b.max_requests}`,
+      named(b), chip(b.state), b.max_requests == null ? number(b.num_in_flight) : `${b.num_in_flight} of ${b.max_requests}`,
       number(b.num_running), number(b.num_waiting), number(b.num_pending_tokens), bar(b.kv_usage),
       b.metrics_age_s == null ? (b.is_own ? "now" : "–") : `${seconds(b.metrics_age_s)} ago`,
     ]);

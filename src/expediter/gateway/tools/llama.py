@@ -1,0 +1,117 @@
+"""Llama 3's format: an answer that is nothing but `{"name": …, "parameters": {…}}`, several divided by semicolons.
+
+Source: the chat templates of Meta's Llama 3.1, 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Final
+
+from expediter.engine.structured import json_rule
+from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed
+from expediter.gateway.tools.reader import CallReader, Reading
+
+_PYTHON_TAG: Final = "<|python_tag|>"
+"""May stand before a call; where it is a special token, it is not in the text at all."""
+
+
+class _State(Enum):
+    START = auto()
+    """Before a call or anything else."""
+    CALL = auto()
+    """In what may be a call."""
+    TEXT = auto()
+    """It was no call: all that follows is text."""
+
+
+class LlamaParser:
+    """A `CallParser`. An answer that does not begin with a call has none."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._state = _State.START
+        self._held = ""
+        self._raw = ""
+        """White space and tag before what may be a call, in case that it is none."""
+        self._reader = CallReader(0)
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        parsed = Parsed()
+        if self._state is _State.START:
+            self._read_start()
+        while self._state is _State.CALL and self._held:
+            self._read_call(parsed)
+        if self._state is _State.TEXT:
+            parsed.text += self._held
+            self._held = ""
+        return parsed
+
+    def flush(self) -> Parsed:
+        if self._state is _State.CALL and not self._reader.is_call:
+            return Parsed(self._raw + self._reader.held)
+        return Parsed() if self._state is not _State.START or self.num_calls else Parsed(self._raw + self._held)
+
+    def _read_start(self) -> None:
+        rest = self._held.lstrip(" \t\r\n;" if self.num_calls else " \t\r\n")
+        if not rest or (len(rest) < len(_PYTHON_TAG) and _PYTHON_TAG.startswith(rest)):
+            return
+        rest = rest.removeprefix(_PYTHON_TAG)
+        if not rest:
+            return
+        self._raw = self._held[: len(self._held) - len(rest)]
+        if rest.startswith("{"):
+            self._reader = CallReader(self.num_calls)
+            self._held = rest
+            self._state = _State.CALL
+        else:
+            self._state = _State.TEXT
+
+    def _read_call(self, parsed: Parsed) -> None:
+        reader = self._reader
+        was_call = reader.is_call
+        parsed.calls += reader.push(self._held)
+        self._held = ""
+        self.num_calls += reader.is_call and not was_call
+        if reader.state is Reading.NO_CALL:
+            self._held = self._raw + reader.held
+            self._state = _State.TEXT
+        elif reader.state is Reading.DONE:
+            self._held = reader.held
+            self._state = _State.START
+            self._read_start()
+
+
+class LlamaFormat:
+    """A `ToolFormat`."""
+
+    def parser(self) -> LlamaParser:
+        return LlamaParser()
+
+    def instructions(self, functions: Sequence[Function]) -> str:
+        tools = "\n".join(json.dumps(function.as_tool(), ensure_ascii=False) for function in functions)
+        example = self.call_text("NAME", '{"PARAMETER": "VALUE"}')
+        return f"These functions can be called:\n{tools}\nTo call one, answer with nothing but this form:\n{example}"
+
+    def call_text(self, name: str, arguments: str) -> str:
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": {arguments}}}'
+
+    def result_text(self, content: str) -> str:
+        return content
+
+    def rules(self, functions: Sequence[Function], *, is_parallel: bool) -> str:
+        names = " | ".join(f"call_{number}" for number in range(len(functions)))
+        lines = [
+            f'calls: call ("; " call){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else "calls: call",
+            "free: calls | TEXT",
+            "TEXT: /([^{](.|\\n)*)?/",  # what begins with a brace is a call
+            f"call: {names}",
+        ]
+        for number, function in enumerate(functions):
+            head = f'{{"name": {json.dumps(function.name)}, "parameters": '
+            lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
+            lines.append(f"arguments_{number}: {json_rule(function.schema)}")
+        return "\n".join(lines) + "\n"
