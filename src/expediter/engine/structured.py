@@ -35,6 +35,11 @@ left as they are: fuel for compiling and for every mask, items of the parser, si
 _NUM_REHEARSED_TOKENS: Final = 4
 _MESSAGE_CHARACTERS: Final = 240
 _UNPRINTABLE: Final = re.compile(r"[^\x20-\x7e]+")
+_IN_OUR_WORDS: Final = {  # llguidance's advice is about options that clients do not have
+    "oneOf constraints are not supported": "oneOf works only where a required constant or the type tells its branches "
+    "apart; anyOf may do",
+    "Expecting object schema": "a schema has to be a JSON object",
+}
 _REGEX_ERROR: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _FOREIGN: Final = re.compile(r"panic|[Bb]acktrace|assertion")
 
@@ -188,4 +193,5 @@ def readable(message: str) -> str:
     line = " ".join(_UNPRINTABLE.sub(" ", message.partition("<non-verbose/>")[0]).split())
     if not line or _FOREIGN.search(line):
         return "the grammar is too complex"
+    line = next((words for beginning, words in _IN_OUR_WORDS.items() if line.startswith(beginning)), line)
     return line[:_MESSAGE_CHARACTERS]
