@@ -211,4 +211,4 @@ def test_kv_events_tell_what_others_made_vllm_cache(
         for path, body in bodies(400 + place):
             before = server.metric("vllm:prefix_cache_hits_total")
             post(door.url, path, body)
-            assert server.metric("vllm:prefix_cache_hits_total") - before >= 300, f"{path} went elsewhere"
+            assert server.metric("vllm:prefix_cache_hits_total") - before >= 288, f"{path} went elsewhere"
