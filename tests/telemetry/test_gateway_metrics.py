@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from exchange_records import answered, routed
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
 
 from expediter.control.routing.base import Placement
 from expediter.core.slo import Slo
@@ -133,13 +132,13 @@ def test_backends() -> None:
 def test_labels_are_bounded() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    for number in range(10_000):
+    for number in range(6000):
         metrics.record(answered(tenant=f"t{number}", model=f"m{number}"))
-    assert len(generate_latest(registry)) < 20_000_000
     samples = [sample for family in registry.collect() for sample in family.samples]
     counts = [(s.labels["tenant"], s.value) for s in samples if s.name == PREFIX + "requests_total"]
-    assert sum(number for _, number in counts) == 10_000, "none is lost"
+    assert sum(number for _, number in counts) == 6000, "none is lost"
     assert sum(number for tenant, number in counts if tenant == "other") > 1000
+    assert len(samples) < 200_000
 
 
 def _count(folder: Path, slot: int, times: int) -> None:

@@ -37,7 +37,7 @@ _FAULTS: Final = frozenset({Outcome.NO_CAPACITY, Outcome.LATE, Outcome.EXPIRED, 
 """Outcomes that the service has to answer for: the request has missed its targets."""
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One dispatch of a request to a backend.
 
     Attributes:
@@ -52,11 +52,12 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     span_id: int | None = None
 
 
-class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request and its response; times in seconds of the gateway's monotonic clock.
 
     What becomes a label of a metric comes from a bounded set: model ("" if the client named one that is not there),
-    tenant, SLO class, path (a route's), backend, failure and error code.
+    tenant, SLO class, path (a route's), backend, failure and error code. Thousands are kept, and none is part of a
+    cycle: the garbage collector need not look at them.
 
     Attributes:
         request_id: the gateway's own.
