@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,8 +143,9 @@ class Service:
             CapacityError: it cannot be compiled now.
         """
         spec = spec_of(body)
-        if tools is not None:
-            spec = tools.grammar(self._tool_format, spec)
+        if tools is not None and tools.is_on:
+            # Schemas may be large; writing them into a grammar is not for the event loop.
+            spec = await asyncio.to_thread(tools.grammar, self._tool_format, spec)
         if spec is None:
             return None
         check_end(body, spec)
