@@ -219,7 +219,7 @@ def test_a_flood_keeps_nobody_else_out():
         assert queue.offer(request(f"calm{number}", tenant="calm"), 0.0) is None
     leavers = queue.leavers(0.0)
     assert [(one.request.request_id, one.cause) for one in leavers] == [
-        (f"flood{number}", Cause.DISPLACED) for number in (9, 8, 7, 6, 5)
+        (f"flood{number}", Cause.PUSHED_OUT) for number in (9, 8, 7, 6, 5)
     ]
     assert queue.offer(request("calm5", tenant="calm"), 0.0) is not None  # five each
     assert queue.offer(request("flood20", tenant="flood"), 0.0) is not None

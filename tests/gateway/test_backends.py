@@ -13,7 +13,7 @@ from expediter.control.health import Failure, HealthConfig
 from expediter.control.retry import RetryConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Chosen, Usage
+from expediter.gateway.backends.backend import Chosen, Reported, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
 from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends, Busy, NobodyUp
 from expediter.telemetry.exchanges import Outcome
@@ -212,7 +212,7 @@ def test_the_speed_of_a_backend_is_learned_and_predicts():
     learned = {each.name: each.speed for each in door.backends.status()}
     for name, token_s in speeds.items():
         assert learned[name].token_s == pytest.approx(token_s, rel=0.05)
-        assert learned[name].overhead_s == pytest.approx(0.02, rel=0.2)
+        assert learned[name].overhead_s + learned[name].step_s == pytest.approx(0.02, rel=0.2)
     chosen = door.choose(prompt(1000, first=-5000))
     assert chosen.backend.name == "b0"
     assert chosen.predicted_ttft_s == pytest.approx(0.12, rel=0.1)
@@ -289,6 +289,22 @@ def test_equal_backends_have_equal_speeds_and_new_prompts_alternate():
     one, two = (each.speed for each in door.backends.status())
     assert one == two
     assert 140 <= sent.count("b0") <= 160
+
+
+@pytest.mark.parametrize("num_tokens", [8, 512, 4000])
+@pytest.mark.parametrize("knows_speed", [False, True])
+def test_one_that_works_for_others_gets_less(knows_speed, num_tokens):
+    door, sent = Door(2), Counter()
+    if knows_speed:
+        learn(door)
+    door.backends.reported(door.backends.named("b0"), Reported(0.0, 4, 0, 0.1, 4))
+    for number in range(10):
+        dispatch = door.send(prompt(num_tokens, first=50_000_000 + 10_000 * number))
+        door.clock.now_s += 0.01 + 1e-5 * num_tokens
+        dispatch.first_byte(door.clock.now_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s)
+        sent[dispatch.backend.name] += 1
+    assert sent["b1"] >= 9
 
 
 def test_a_session_stays_where_it_is_until_that_has_more_than_its_share():

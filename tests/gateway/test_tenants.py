@@ -440,9 +440,9 @@ def test_a_flood_is_turned_away_and_keeps_nobody_else_out(crowded: LiveServer) -
             assert error_of(refused) == (503, "service_unavailable", "queue_full")
             assert int(refused.headers["retry-after"]) >= 1
         with held(crowded, "key-calm", 1, for_another=True):
-            displaced = flood[-1].getresponse()  # the newest of the flood makes room
-            assert displaced.status == 503
-            assert int(displaced.headers["Retry-After"]) >= 1
+            pushed_out = flood[-1].getresponse()  # the newest of the flood makes room
+            assert pushed_out.status == 503
+            assert int(pushed_out.headers["Retry-After"]) >= 1
             assert in_flight(crowded) == 68
 
 

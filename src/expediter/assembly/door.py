@@ -25,7 +25,7 @@ from expediter.control.retry import RetryBudget
 from expediter.gateway.admin import build_admin
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import Watcher
-from expediter.gateway.door.door import Door
+from expediter.gateway.door.door import MODEL_PATHS, Door
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
@@ -136,7 +136,8 @@ class FrontDoor:
                 max_requests=own.max_requests,
             )
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
-        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app)
+        forwarded = sorted(MODEL_PATHS) if config.all_backends else []
+        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app, forwarded)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 

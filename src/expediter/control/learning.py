@@ -23,7 +23,7 @@ class LearnedSpeed:
 
     def __init__(self) -> None:
         self._model = OnlineStepTime()
-        self._num_seen = 0
+        self._num_seen = self._num_offered = 0
 
     def observe(self, step_id: int, features: StepFeatures, elapsed_s: float, budget_tokens: int) -> Speed | None:
         """Learn from a step; return the speed whenever enough is new, None in between."""
@@ -54,11 +54,13 @@ class Answer(NamedTuple):
 
 _FIRST_ANSWERS: Final = 16
 _SPARSE_AFTER: Final = 128
-_EVERY: Final = 8
+_EVERY: Final = 4
 _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
+_STEP_SHARE: Final = 0.25
+"""Without any, a short prompt would be thought to cost those who decode nothing, however many they are."""
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
 """Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
 _LEAST_TOKEN_S: Final = 1e-9
@@ -69,7 +71,7 @@ class LearnedTtft:
     """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
 
     Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps, from
-    every answer at first and from one in eight later, so that it costs next to nothing. What is fitted says how the
+    every answer at first and from one in four later, so that it costs next to nothing. What is fitted says how the
     parts compare. How fast the replica is at the moment, a smoothed ratio of what answers take to what was fitted says:
     slow answers weigh little in relative errors, and somebody else's burst shall count while it lasts.
     """
@@ -78,13 +80,18 @@ class LearnedTtft:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
         self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
         self._fitted: list[float] = [0.0] * len(_SCALE)
-        self._num_seen = 0
+        self._num_seen = self._num_offered = 0
         self._pace = 1.0
 
     @property
     def is_enough(self) -> bool:
         """Whether enough was seen for `speed` to say something."""
         return self._num_seen >= _FIRST_ANSWERS
+
+    def wants(self) -> bool:
+        """Return whether the next answer is to be learned from: the first ones all, one in four later."""
+        self._num_offered += 1
+        return self._num_offered <= _SPARSE_AFTER or self._num_offered % _EVERY == 0
 
     def observe(self, answer: Answer) -> None:
         """Learn from an answer."""
@@ -97,19 +104,20 @@ class LearnedTtft:
         if self.is_enough and expected_s > 0:
             ratio = min(_MAX_RATIO, max(1 / _MAX_RATIO, elapsed_s / expected_s))
             self._pace += _PACE_RATE * (ratio - self._pace)
-        if self._num_seen <= _SPARSE_AFTER or self._num_seen % _EVERY == 0:
+        if self._num_seen <= _SPARSE_AFTER or self._num_seen % 2:
             self._fit(answer)
 
     def speed(self) -> Speed:
-        """Return what is known, as a speed whose steps take no time of their own: they are in the overhead."""
+        """Return what is known. How much of the overhead is a step's own time cannot be told from answers; some is."""
         overhead_s, token_s, decode_s, _ = self._fitted
+        overhead_s *= self._pace
         return Speed(
-            step_s=0.0,
+            step_s=overhead_s * _STEP_SHARE,
             token_s=max(_LEAST_TOKEN_S, token_s * self._pace),
             decode_s=decode_s * self._pace,
             context_s=0.0,
             budget_tokens=1 << 30,
-            overhead_s=overhead_s * self._pace,
+            overhead_s=overhead_s * (1 - _STEP_SHARE),
             is_known=True,
         )
 
@@ -144,6 +152,7 @@ def hopeful(speed: Speed, rivals: Sequence[Speed], unheard_s: float) -> Speed:
 
     return replace(
         speed,
+        step_s=closer(speed.step_s, min(each.step_s for each in rivals)),
         overhead_s=closer(speed.overhead_s, min(each.overhead_s for each in rivals)),
         token_s=closer(speed.token_s, min(each.token_s for each in rivals)),
         decode_s=closer(speed.decode_s, min(each.decode_s for each in rivals)),
@@ -165,13 +174,14 @@ def alike(speed: Speed, rivals: Sequence[Speed], num_tokens: float) -> Speed:
     """
 
     def first_s(each: Speed) -> float:
-        return each.overhead_s + num_tokens * each.token_s
+        return each.overhead_s + each.prefill_s(num_tokens, 0)
 
     own_s = first_s(speed)
     close = [speed, *(each for each in rivals if own_s <= _ALIKE * first_s(each) and first_s(each) <= _ALIKE * own_s)]
     # fsum does not depend on the order: replicas that are alike have equal speeds to the last bit.
     return replace(
         speed,
+        step_s=math.fsum(each.step_s for each in close) / len(close),
         overhead_s=math.fsum(each.overhead_s for each in close) / len(close),
         token_s=math.fsum(each.token_s for each in close) / len(close),
         decode_s=math.fsum(each.decode_s for each in close) / len(close),

@@ -67,7 +67,7 @@ class Cause(enum.Enum):
     """Its deadline has passed."""
     LATE = "late"
     """It would rather be refused than late, and is certain to be."""
-    DISPLACED = "displaced"
+    PUSHED_OUT = "pushed_out"
     """The queue was full, and its tenant had most in it."""
 
 
@@ -283,7 +283,7 @@ class CentralQueue:
         """Dismiss as many as have to go for a newcomer, or nobody; return whether there is room."""
         victims = self._victims(newcomer)
         for victim in victims or ():
-            self._dismiss(victim, Cause.DISPLACED, self._promise_s(victim.num_known_tokens))
+            self._dismiss(victim, Cause.PUSHED_OUT, self._promise_s(victim.num_known_tokens))
         return victims is not None
 
     def _victims(self, newcomer: Request) -> list[RequestState] | None:

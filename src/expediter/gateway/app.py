@@ -18,13 +18,12 @@ from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, handle_error
-from expediter.gateway.openapi import openapi_route
 from expediter.gateway.service import Service
 from expediter.telemetry.step_log import StepLog
 
 
 def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]:
-    """Return the routes of all APIs over own replicas, and of the document that describes them."""
+    """Return the routes of all APIs over own replicas."""
     apis = (
         CompletionsApi(service),
         ChatApi(service),
@@ -33,8 +32,7 @@ def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]
         TokensApi(service),
         StatusApi(service, step_log, drain),
     )
-    routes = [route for api in apis for route in api.routes()]
-    return [*routes, openapi_route(routes)]
+    return [route for api in apis for route in api.routes()]
 
 
 def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from expediter import __version__
 from expediter.gateway.api.completions import CompletionBody
@@ -157,9 +157,11 @@ _REASONS: Final = {
 }
 
 
-def document(paths: Sequence[str]) -> _Object:
+def document(paths: Sequence[str], forwarded: Sequence[str] = ()) -> _Object:
     """Return the document for the routes at these paths.
 
+    Args:
+        forwarded: paths whose requests are passed on to backends as they are; what those take is theirs to say.
     Raises:
         KeyError: one of them is not described here.
     """
@@ -176,10 +178,11 @@ def document(paths: Sequence[str]) -> _Object:
         "info": {
             "title": "Expediter",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs over own replicas.",
+            "description": "OpenAI's and Anthropic's APIs.",
         },
         "security": [{"bearer": []}, {"key": []}, {}],
-        "paths": {path: _path(path, operation, reference_of) for path, operation in described.items()},
+        "paths": {path: _path(path, operation, reference_of) for path, operation in described.items()}
+        | {path: _FORWARDED for path in forwarded if path not in described},
         "components": {
             "schemas": components,
             "securitySchemes": {
@@ -188,6 +191,15 @@ def document(paths: Sequence[str]) -> _Object:
             },
         },
     }
+
+
+_FORWARDED: Final[_Object] = {
+    "post": {
+        "summary": "Pass a request on to a backend that serves its model.",
+        "requestBody": {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}},
+        "responses": {"default": {"description": "As the backend answers, or an error of the gateway's own."}},
+    }
+}
 
 
 def _path(path: str, operation: Operation, reference_of: Mapping[type[msgspec.Struct], _Object]) -> _Object:
@@ -219,10 +231,10 @@ def _path(path: str, operation: Operation, reference_of: Mapping[type[msgspec.St
     return {"post": told}
 
 
-def openapi_route(routes: Sequence[Route]) -> Route:
+def openapi_route(routes: Iterable[BaseRoute], forwarded: Sequence[str] = ()) -> Route:
     """Return the route of the document that describes these routes and itself."""
-    paths = [route.path.replace("{name:path}", "{name}") for route in routes]
-    raw = msgspec.json.encode(document([*paths, PATH]))
+    paths = dict.fromkeys(route.path.replace("{name:path}", "{name}") for route in routes if isinstance(route, Route))
+    raw = msgspec.json.encode(document([*paths, PATH], forwarded))
 
     async def describe(_: HttpRequest) -> Response:
         return Response(raw, media_type=_JSON)

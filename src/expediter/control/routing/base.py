@@ -74,7 +74,7 @@ class Placement:
 
     replica_id: int
     because: str
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
     decode_id: int | None = None
     num_cached_tokens: int = 0
     fetch_from_id: int | None = None
@@ -93,7 +93,7 @@ class Refusal:
 
     reason: RejectReason
     message: str
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
     retry_after_s: float = 1.0
 
 

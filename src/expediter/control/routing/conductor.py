@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 from expediter.control.fleet import Fleet, requests
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, Refusal, RouteQuery
 from expediter.control.routing.caches import CacheView
-from expediter.control.routing.scored import Least, View, shown
+from expediter.control.routing.scored import Least, View, Weighed
 from expediter.core.events import RejectReason
 
 EarlyRejection = Literal["none", "early", "predictive"]
@@ -68,7 +69,7 @@ class Conductor:
         costs, reused = self._first_token_s(view)
         place = self._least.pick(costs, view)
         ttft_s = costs[place]
-        refusal = self._refusal(query, fleet, ttft_s, shown(view, costs, place))
+        refusal = self._refusal(query, fleet, ttft_s, Weighed(view, costs, place))
         if refusal is not None:
             return refusal
         replica_id = view.members[place].replica_id
@@ -83,7 +84,7 @@ class Conductor:
             replica_id=replica_id,
             because=f"its first token is expected after {ttft_s:.3f} s, {reused[place]} tokens of it "
             + ("copied from another cache" if copied else "cached"),
-            candidates=shown(view, costs, place),
+            candidates=Weighed(view, costs, place),
             # Without early rejection the decode pool is asked when the prompt is done, by `hand_off`.
             decode_id=None if self._early_rejection == "none" and decode_id != replica_id else decode_id,
             num_cached_tokens=view.cached[place],
@@ -125,7 +126,7 @@ class Conductor:
         return costs, reused
 
     def _refusal(
-        self, query: RouteQuery, fleet: Fleet, ttft_s: float, candidates: tuple[Candidate, ...]
+        self, query: RouteQuery, fleet: Fleet, ttft_s: float, candidates: Sequence[Candidate]
     ) -> Refusal | None:
         slo = query.slo
         if slo.ttft_s is not None and ttft_s > slo.ttft_s:
@@ -212,5 +213,5 @@ def _why(step_s: float, kv_share: float, query: RouteQuery, when: str) -> str | 
     return None
 
 
-def _refused(message: str, candidates: tuple[Candidate, ...], retry_after_s: float = 1.0) -> Refusal:
+def _refused(message: str, candidates: Sequence[Candidate], retry_after_s: float = 1.0) -> Refusal:
     return Refusal(reason=RejectReason.OVERLOADED, message=message, candidates=candidates, retry_after_s=retry_after_s)

@@ -37,11 +37,11 @@ class BoundedShare(_Forgetful):
     def keep(self, view: View) -> list[bool] | None:
         members, more = view.members, view.query.num_sequences
         most = self._relative * (view.fleet.num_requests("prefill") + more) / len(members) + self._slack
-        keep = [member.snapshot.num_requests + more <= most for member in members]
-        if any(keep):
-            return None if all(keep) else keep
-        least = min(member.snapshot.num_requests for member in members)
-        return [member.snapshot.num_requests == least for member in members]
+        requests = [member.snapshot.num_requests for member in members]
+        if max(requests) + more <= most:
+            return None
+        most = max(most, min(requests) + more)
+        return [each + more <= most for each in requests]
 
 
 class TenantShare:

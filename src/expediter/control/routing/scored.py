@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, overload
 
 import numpy as np
 
@@ -158,7 +158,7 @@ class Scored(HandsOffToLeastLoaded):
         return Placement(
             replica_id=replica_id,
             because=self._scorer.because(view, place) + because,
-            candidates=shown(view, costs, place),
+            candidates=Weighed(view, costs, place),
             num_cached_tokens=view.cached[place],
         )
 
@@ -178,8 +178,35 @@ class Scored(HandsOffToLeastLoaded):
         return costs, because
 
 
-def shown(view: View, costs: list[float], chosen: int) -> tuple[Candidate, ...]:
-    """Return the chosen one and the best others, for who asks why."""
-    best = heapq.nsmallest(_NUM_SHOWN, range(len(costs)), key=costs.__getitem__)
-    ranked = [chosen, *(place for place in best if place != chosen)][:_NUM_SHOWN]
-    return tuple(Candidate(view.members[place].replica_id, costs[place], view.cached[place]) for place in ranked)
+class Weighed(Sequence[Candidate]):
+    """The chosen one and the best others, for who asks why; ranked when somebody does."""
+
+    __slots__ = ("_cached", "_chosen", "_costs", "_members", "_ranked")
+
+    def __init__(self, view: View, costs: list[float], chosen: int) -> None:
+        self._members = view.members
+        self._cached = view.cached
+        self._costs = costs
+        self._chosen = chosen
+        self._ranked: tuple[Candidate, ...] | None = None
+
+    def __len__(self) -> int:
+        return min(len(self._costs), _NUM_SHOWN)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Candidate, ...]: ...
+    def __getitem__(self, place: int | slice) -> Candidate | tuple[Candidate, ...]:
+        if self._ranked is None:
+            costs = self._costs
+            best = heapq.nsmallest(_NUM_SHOWN, range(len(costs)), key=costs.__getitem__)
+            places = [self._chosen, *(each for each in best if each != self._chosen)][:_NUM_SHOWN]
+            self._ranked = tuple(Candidate(self._members[p].replica_id, costs[p], self._cached[p]) for p in places)
+        return self._ranked[place]

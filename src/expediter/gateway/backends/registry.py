@@ -301,7 +301,7 @@ class Backends:
             num_tokens=num_tokens,
             num_new=num_new,
             num_ahead=backend.num_pending_tokens,
-            num_beside=backend.num_answered,
+            num_beside=backend.num_running,
             is_trial=self.health.num_out > 0 and self.health.began(backend.replica_id),
             predicted_ttft_s=chosen.predicted_ttft_s,
             book=self,

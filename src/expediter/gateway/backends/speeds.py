@@ -60,6 +60,9 @@ class Speeds:
         learner = self._learners.get(dispatch.backend.replica_id)
         if learner is None or dispatch.first_byte_s is None or (usage is None and not dispatch.is_stream):
             return
+        learner.heard_s = dispatch.first_byte_s
+        if not learner.learned.wants():
+            return
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
             if usage.num_prompt_tokens > 0:
@@ -73,7 +76,6 @@ class Speeds:
         elapsed_s = dispatch.first_byte_s - dispatch.at_s
         answer = Answer(dispatch.num_ahead, num_new, dispatch.num_beside, num_output, elapsed_s)
         learner.learned.observe(answer)
-        learner.heard_s = dispatch.first_byte_s
         if dispatch.first_byte_s >= self._compared_s + _COMPARE_EVERY_S:
             self.compare(dispatch.first_byte_s)
 

@@ -269,7 +269,7 @@ class Exchange:
                 self._refuse(deadline_exceeded(), Outcome.EXPIRED)
             case Cause.LATE:
                 self._refuse(refusals.too_late(leaver.retry_after_s), Outcome.LATE)
-            case Cause.DISPLACED:
+            case Cause.PUSHED_OUT:
                 self._refuse(refusals.queue_full(leaver.retry_after_s), Outcome.NO_CAPACITY)
 
     # ---- news of an attempt

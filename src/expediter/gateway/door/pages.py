@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp
 
 from expediter import __version__
 from expediter.core.errors import ExpediterError
@@ -19,6 +18,7 @@ from expediter.gateway.backends.registry import Backends
 from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, handle_error
+from expediter.gateway.openapi import openapi_route
 from expediter.gateway.tenants import Tenant
 
 
@@ -80,15 +80,16 @@ class Pages:
         }
 
 
-def build_app(routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette:
-    """Return the application for what is not for a model.
+def build_app(routes: Sequence[BaseRoute], own_app: Starlette | None, forwarded: Sequence[str]) -> Starlette:
+    """Return the application for what is not for a model; it describes all routes, and the paths that are forwarded.
 
     Args:
         own_app: gets what is on none of the routes; None if there is nobody.
     """
+    described = [*routes] if own_app is None else [*routes, *own_app.routes]
     rest = [] if own_app is None else [Mount("", own_app)]
     return Starlette(
-        routes=[*routes, *rest],
+        routes=[*routes, openapi_route(described, forwarded), *rest],
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,
