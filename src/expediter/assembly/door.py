@@ -36,6 +36,7 @@ from expediter.gateway.explanations import Pool
 from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
 from expediter.gateway.http.wire import HttpLimits
+from expediter.gateway.openapi import openapi_route
 from expediter.gateway.processes import Sharing
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import TenantReload
@@ -135,9 +136,12 @@ class FrontDoor:
                 up_in_s=own.supervisor.up_in_s,
                 max_requests=own.max_requests,
             )
-        pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
-        forwarded = sorted(MODEL_PATHS) if config.all_backends else []
-        app = build_app([*self._observing.main.routes(), *pages], None if own is None else own.app, forwarded)
+        routes = self._observing.main.routes()
+        if own is None or config.all_backends:
+            routes += Pages(self.backends, drain).routes()
+        described = routes if own is None else [*routes, *own.app.routes]
+        routes = [*routes, openapi_route(described, sorted(MODEL_PATHS) if config.all_backends else [])]
+        app = build_app(routes, None if own is None else own.app)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 

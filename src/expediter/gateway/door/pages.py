@@ -18,7 +18,6 @@ from expediter.gateway.backends.registry import Backends
 from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ApiError, handle_error
-from expediter.gateway.openapi import openapi_route
 from expediter.gateway.tenants import Tenant
 
 
@@ -80,16 +79,15 @@ class Pages:
         }
 
 
-def build_app(routes: Sequence[BaseRoute], own_app: Starlette | None, forwarded: Sequence[str]) -> Starlette:
-    """Return the application for what is not for a model; it describes all routes, and the paths that are forwarded.
+def build_app(routes: Sequence[BaseRoute], own_app: Starlette | None) -> Starlette:
+    """Return the application for what is not for a model.
 
     Args:
         own_app: gets what is on none of the routes; None if there is nobody.
     """
-    described = [*routes] if own_app is None else [*routes, *own_app.routes]
     rest = [] if own_app is None else [Mount("", own_app)]
     return Starlette(
-        routes=[*routes, openapi_route(described, forwarded), *rest],
+        routes=[*routes, *rest],
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,
