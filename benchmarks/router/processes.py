@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -173,13 +174,13 @@ def expediter(folder: Path, *flags: str) -> Command:
     def command(port: int, backends: Sequence[int]) -> list[str]:
         config = folder / "expediter.toml"
         config.write_text(
-            f'[tenants.benchmark]\nkey = "{KEY}"\n'
-            "requests_per_minute = 100000000\ntokens_per_minute = 100000000000\nmax_concurrency = 100000\n"
+            f'[tenants.benchmark]\nkey_hashes = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]\n'
+            "max_requests_per_minute = 100000000\nmax_tokens_per_minute = 100000000000\n"
+            "max_concurrent_requests = 100000\n"
         )
         urls = [word for backend in backends for word in ("--backend", f"http://127.0.0.1:{backend}")]
-        admin = str(free_ports(1)[0])
         serve = [sys.executable, "-m", "expediter.cli.main", "serve", *urls, "--config", str(config)]
-        return [*serve, "--port", str(port), "--admin-port", admin, *flags]
+        return [*serve, "--port", str(port), *flags]
 
     return command
 

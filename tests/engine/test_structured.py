@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,15 @@ class StuckMatcher:
             assert self.release.wait(60)
 
 
+class PanickingMatcher(StuckMatcher):
+    """Breaks in its second mask as a Rust library does: with what is no Exception."""
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        self.num_masks += 1
+        if self.num_masks == 2:
+            raise KeyboardInterrupt("panicked")
+
+
 class SomeStuck:
     """Compiled grammars, of which one gives matchers that get stuck."""
 
@@ -303,7 +313,7 @@ def test_a_matcher_that_gets_stuck_fails_alone(
     good, bad, release = grammar("regex", "[a-z]+"), grammar("regex", "x"), threading.Event()
     grammars.prepare(good)
     some = SomeStuck(grammars, {bad: StuckMatcher(release, stuck_at)})
-    matchers = Matchers(some, VOCAB_SIZE, num_threads, patience_s=0.5)  # type: ignore[arg-type]
+    matchers = Matchers(some, VOCAB_SIZE, num_threads, patience_s=1.0)  # type: ignore[arg-type]
     slots = list(range(12))
     for slot in slots:
         matchers.admit(slot, bad if slot == 4 else good, [])
@@ -319,6 +329,43 @@ def test_a_matcher_that_gets_stuck_fails_alone(
         assert all(masks[row, allowed >> 3] >> (allowed & 7) & 1 for row in rest)
         matchers.advance([s for s in live if s != 4 or step < stuck_at], [allowed] * (11 + (step < stuck_at)))
     release.set()
+    matchers.close()
+
+
+class SlowMatcher(StuckMatcher):
+    """Takes a while for each mask."""
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        time.sleep(0.05)
+
+
+def test_many_that_take_a_while_each_are_not_taken_for_stuck(grammars: CompiledGrammars) -> None:
+    """One thread needs several times the patience for all of them; one that is stuck is found among them."""
+    slow, bad, release = grammar("regex", "x"), grammar("regex", "y"), threading.Event()
+    some = SomeStuck(grammars, {slow: SlowMatcher(release, 0), bad: StuckMatcher(release, 2)})
+    matchers = Matchers(some, VOCAB_SIZE, 1, patience_s=1.0)  # type: ignore[arg-type]
+    slots = list(range(40))
+    for slot in slots:
+        matchers.admit(slot, bad if slot == 20 else slow, [])
+    assert not matchers.masks(slots)[1]
+    matchers.advance(slots, [1] * 40)
+    assert matchers.masks(slots)[1] == {20: "the grammar takes too long to follow"}
+    release.set()
+    matchers.close()
+
+
+def test_a_matcher_that_panics_fails_alone(grammars: CompiledGrammars, text: Tokenizer) -> None:
+    good, bad = grammar("regex", "[a-z]+"), grammar("regex", "x")
+    grammars.prepare(good)
+    some = SomeStuck(grammars, {bad: PanickingMatcher(threading.Event(), 0)})
+    matchers = Matchers(some, VOCAB_SIZE, 1)  # type: ignore[arg-type]
+    for slot, one in enumerate((good, bad, good)):
+        matchers.admit(slot, one, [])
+    assert not matchers.masks([0, 1, 2])[1]
+    matchers.advance([0, 1, 2], text.encode("q") * 3)
+    assert list(matchers.masks([0, 1, 2])[1]) == [1]
+    matchers.advance([0, 2], text.encode("q") * 2)
+    assert not matchers.masks([0, 2])[1]
     matchers.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_defaults(service: Service) -> None:
     )
     (request,) = chat(service)
     assert request.max_tokens == 62, "what the KV pool leaves: 64 tokens, and one more that is never fed back"
+
+
+def test_what_a_request_has_waited_at_the_door_counts(service: Service) -> None:
+    body = decode_body(b'{"messages": [{"role": "user", "content": "abc"}]}', CHAT)
+    generation = asyncio.run(service.chat(body, replace(TERMS, arrived_s=3.0)))
+    assert [choice.request.arrival_s for choice in generation.choices] == [3.0]
 
 
 def test_every_field(service: Service) -> None:

@@ -446,12 +446,23 @@ def test_a_flood_is_turned_away_and_keeps_nobody_else_out(crowded: LiveServer) -
             assert in_flight(crowded) == 68
 
 
-def test_who_waits_past_its_deadline_is_never_computed(crowded: LiveServer) -> None:
-    with held(crowded, "key-flood", 66):
-        prompts = crowded.metric("expediter:tenant_prompt_tokens_total", tenant="calm")
-        reply = crowded.complete("hi", headers={**as_("key-calm"), "X-Deadline-Ms": "300"})
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_ahead", [2, 66])
+def test_who_waits_past_its_deadline_is_never_computed(crowded: LiveServer, num_ahead: int, stream: bool) -> None:
+    """Wherever it waits: in the replica's queue, or in the one before it."""
+
+    def computed() -> float:
+        return crowded.metric("expediter:tenant_prompt_tokens_total", tenant="calm")
+
+    with held(crowded, "key-flood", num_ahead):
+        before = computed()
+        headers = {**as_("key-calm"), "X-Deadline-Ms": "300"}
+        reply = crowded.complete("hi", headers=headers, stream=stream)
         assert error_of(reply) == (504, "timeout", "deadline_exceeded")
-        assert crowded.metric("expediter:tenant_prompt_tokens_total", tenant="calm") == prompts
+        assert computed() == before
+    wait_until(lambda: crowded.metric("expediter:gateway_requests_total", tenant="calm", outcome="expired") > 0)
+    reply = crowded.complete("hi", headers={**as_("key-calm"), "X-Deadline-Ms": "30000"}, stream=stream, max_tokens=1)
+    assert reply.status == 200, "a deadline that is kept changes nothing"
 
 
 def test_who_would_rather_be_refused_is_told_before_it_is_late(crowded: LiveServer) -> None:

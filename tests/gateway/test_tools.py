@@ -110,6 +110,36 @@ def test_what_is_refused(tools_server: LiveServer, fields: dict[str, Any], param
     assert reply.json["error"]["param"] == param
 
 
+@pytest.mark.parametrize("depth", [100, 400, 900, 2000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", '{"messages": [%(user)s], "tools": [{"type": "function", "function": %(function)s}]}'),
+        (
+            "/v1/chat/completions",
+            '{"messages": [%(user)s], "tool_choice": "required", '
+            '"tools": [{"type": "function", "function": %(function)s}]}',
+        ),
+        ("/v1/responses", '{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": %(deep)s}]}'),
+        (
+            "/v1/messages",
+            '{"max_tokens": 5, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", '
+            '"name": "f", "input": %(deep)s}]}, %(user)s]}',
+        ),
+    ],
+)
+def test_schemas_and_arguments_nested_deeply(tools_server: LiveServer, path: str, body: str, depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    parts = {
+        "deep": deep,
+        "function": f'{{"name": "f", "parameters": {deep}}}',
+        "user": '{"role": "user", "content": "x"}',
+    }
+    reply = tools_server.post(path, (body % parts).encode())
+    assert reply.status in (200, 400), reply.body
+    assert depth < 2000 or reply.status == 400
+
+
 def test_history_goes_through_the_template(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}:{{ m.content }}"

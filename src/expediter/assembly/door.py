@@ -136,12 +136,11 @@ class FrontDoor:
                 up_in_s=own.supervisor.up_in_s,
                 max_requests=own.max_requests,
             )
-        routes = self._observing.main.routes()
-        if own is None or config.all_backends:
-            routes += Pages(self.backends, drain).routes()
-        described = routes if own is None else [*routes, *own.app.routes]
-        routes = [*routes, openapi_route(described, sorted(MODEL_PATHS) if config.all_backends else [])]
-        app = build_app(routes, None if own is None else own.app)
+        pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
+        routes = [*self._observing.main.routes(), *pages]
+        described = [*routes, *([] if own is None else own.app.routes)]
+        openapi = openapi_route(described, sorted(MODEL_PATHS) if config.all_backends else ())
+        app = build_app([*routes, openapi], None if own is None else own.app)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
 

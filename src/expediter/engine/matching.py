@@ -7,6 +7,7 @@ a one is given up, with the request that brought it, and the thread that is stuc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -90,19 +91,24 @@ class Matchers:
 
     def _wait(self, job: _Job) -> None:
         try:
-            job.future.result(self._patience_s)
+            job.future.result(self._patience_s / 2)
         except TimeoutError:
             self._leave_behind()
 
     def _leave_behind(self) -> None:
-        """Give up what the threads are stuck in, and have the rest done by others."""
-        stuck, self._pool = self._pool, self._new_pool()
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
+        """Give up what threads are stuck in, and have others do what lies behind it; who gets on is left alone."""
+        since_s = time.monotonic() - self._patience_s
+        stuck = [job for job in self._jobs if job.is_stuck(since_s)]
+        if not stuck:
+            return
+        old, self._pool = self._pool, self._new_pool()
+        moved = [job for job in self._jobs if job in stuck or not job.has_begun]
+        self._jobs = [job for job in self._jobs if job not in moved]
+        for job in moved:
             rest = job.abandon()
             if rest:
                 self._submit(rest)
-        stuck.shutdown(wait=False)
+        old.shutdown(wait=False)
 
 
 class _Sequence:
@@ -141,32 +147,44 @@ _Work = tuple[_Sequence, Callable[[], None]]
 class _Job:
     """Work on several sequences, one after the other, in one thread."""
 
-    __slots__ = ("_index", "_is_abandoned", "_lock", "_work", "future")
+    __slots__ = ("_began_s", "_index", "_is_abandoned", "_lock", "_work", "future")
 
     future: Future[None]
 
     def __init__(self, work: list[_Work]) -> None:
         self._work = work
         self._index = -1
+        self._began_s = 0.0
         self._is_abandoned = False
         self._lock = threading.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._index >= 0
+
+    def is_stuck(self, since_s: float) -> bool:
+        """Whether it has been busy with one sequence since then, by the monotonic clock."""
+        with self._lock:
+            return self.has_begun and self._began_s < since_s and not self.future.done()
 
     def run(self) -> None:
         for index, (sequence, step) in enumerate(self._work):
             with self._lock:
                 if self._is_abandoned:
                     return
-                self._index = index
+                self._index, self._began_s = index, time.monotonic()
             try:
                 step()
-            except Exception as error:  # whatever a grammar does to us, only its request fails
+            except BaseException as error:  # a panic of llguidance is no Exception; only this request fails
                 sequence.error = f"the output cannot follow the grammar: {readable(str(error))}"
 
     def abandon(self) -> list[_Work]:
-        """Fail the sequence that the job is stuck in, if it has begun; return what has not."""
+        """Fail the sequence that the job is busy with, if it has begun; return what it has not come to."""
         with self._lock:
             self._is_abandoned = True
             begun = self._index
-        if begun >= 0 and not self._work[begun][0].is_ready:
-            self._work[begun][0].error = "the grammar takes too long to follow"
+        if begun >= 0:
+            sequence, _ = self._work[begun]
+            if not sequence.is_ready and not sequence.error:
+                sequence.error = "the grammar takes too long to follow"
         return self._work[begun + 1 :]

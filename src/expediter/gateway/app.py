@@ -42,6 +42,7 @@ def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:
         exception_handlers={
             ApiError: handle_error,
             ExpediterError: handle_error,
+            RecursionError: handle_error,
             HTTPException: handle_error,
             ClientGoneError: _client_gone,
             Exception: handle_error,

@@ -28,7 +28,7 @@ class Source(Protocol):
     """Where deltas come from; `Generation` is one."""
 
     @property
-    def may_be_refused_late(self) -> bool: ...
+    def may_end_unstarted(self) -> bool: ...
 
     async def until_started(self) -> None: ...
 
@@ -52,6 +52,8 @@ async def respond_at_once(request: HttpRequest, source: Source, rendering: Rende
 
 
 async def _collect(source: Source) -> list[Delta]:
+    if source.may_end_unstarted:
+        await source.until_started()
     collected: dict[int, Collected] = {}
     async for deltas in source.deltas():
         for delta in deltas:
@@ -87,8 +89,8 @@ class EventStream(Response):
     """A generation as server-sent events.
 
     Ends with a clean end of the body. A failure after the headers is told in an error event; the connection is then cut
-    inside the body, so that no client takes the part for the whole. A request that may be refused late gets its headers
-    only when it has started, so that a refusal is a plain error.
+    inside the body, so that no client takes the part for the whole. A request that may end before it has started gets
+    its headers only then, so that a refusal is a plain error.
     """
 
     def __init__(self, source: Source, rendering: Rendering) -> None:
@@ -101,7 +103,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - starlette's signature
         try:
-            if self._source.may_be_refused_late:
+            if self._source.may_end_unstarted:
                 await unless_gone(receive, self._source.until_started())
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await unless_gone(receive, self._send_all(send))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from expediter.core.errors import InvariantError
 from expediter.core.events import Finished, Rejected, RejectReason
 from expediter.core.plan import TokenLogprobs
+from expediter.core.ports import Clock
 from expediter.core.request import FinishReason, Request
 from expediter.engine.detokenizer import IncrementalDetokenizer, StopMatcher
-from expediter.gateway.errors import ApiError, bad_request, overloaded, replica_lost
+from expediter.gateway.errors import ApiError, bad_request, deadline_exceeded, overloaded, replica_lost
 from expediter.gateway.tools.base import CallDelta, CallParser
 from expediter.runtime.streams import OutputTokens, RequestStream, StreamItem
 from expediter.runtime.supervisor import Supervisor
@@ -166,10 +167,20 @@ class Generation:
 
     Args:
         num_per_prompt: choices [k * num_per_prompt, (k + 1) * num_per_prompt) belong to prompt k.
+        deadline_s: when it ends if no sequence has started, by `clock`; None for never.
     """
 
-    def __init__(self, supervisor: Supervisor, choices: Sequence[Choice], num_per_prompt: int) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        choices: Sequence[Choice],
+        num_per_prompt: int,
+        clock: Clock,
+        deadline_s: float | None = None,
+    ) -> None:
         self.choices = choices
+        self._clock = clock
+        self._deadline_s = deadline_s
         self._supervisor = supervisor
         self._num_per_prompt = num_per_prompt
         self._wake = asyncio.Event()
@@ -191,23 +202,37 @@ class Generation:
             raise
 
     async def until_started(self) -> None:
-        """Return once every sequence has started.
+        """Return once the first sequence has started; if one may be refused late, once all have.
 
         Raises:
-            ApiError: one was refused.
+            ApiError: one was refused, or the deadline passed before.
         """
         streams = [choice.stream for choice in self.choices if choice.stream is not None]
-        while not all(stream.has_started for stream in streams):
-            self._wake.clear()
-            if not all(stream.has_started for stream in streams):
-                await self._wake.wait()
+        left_s = None if self._deadline_s is None else self._deadline_s - self._clock.now()
+        try:
+            async with asyncio.timeout(left_s):
+                await self._until(lambda: any(stream.has_started for stream in streams))
+        except TimeoutError as error:
+            raise deadline_exceeded() from error
+        if self._may_be_refused_late:
+            await self._until(lambda: all(stream.has_started for stream in streams))
         for stream in streams:
             if stream.rejection is not None:
                 _finish_reason(stream.rejection, stream.retry_after_s)
 
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._wake.clear()
+            if not is_so():
+                await self._wake.wait()
+
     @property
-    def may_be_refused_late(self) -> bool:
-        """Whether it may still be refused after it was queued."""
+    def may_end_unstarted(self) -> bool:
+        """Whether it may still be refused, or miss its deadline, after it was queued."""
+        return self._deadline_s is not None or self._may_be_refused_late
+
+    @property
+    def _may_be_refused_late(self) -> bool:
         return any(choice.request.refuse_late for choice in self.choices)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:

@@ -80,24 +80,29 @@ class Prompts:
         Raises:
             ApiError: a part is not text, or the template refuses the conversation.
         """
-        use = ToolUse() if tools is None else tools
-        knows_tools = self._text.template_knows_tools
-        plain = [_for_template(m) if knows_tools else _in_words(m, self._tool_format) for m in messages]
-        if use.is_on and not knows_tools:
-            plain = _with_instructions(plain, self._tool_format.instructions(use.functions))
-        if continue_final and plain[-1]["role"] != "assistant":
+        if continue_final and messages[-1].role != "assistant":
             raise bad_request("only a message of the assistant can be continued", "messages")
-        offered = [function.as_tool() for function in use.functions] if use.is_on and knows_tools else None
-        num_characters = sum(len(message["content"]) for message in plain) + (
-            len(json.dumps(offered)) if offered else 0
-        )
-        ids = await self._off_loop(
-            num_characters,
-            lambda: self._text.chat_prompt(
+        use = ToolUse() if tools is None else tools
+
+        def lay_out() -> list[int]:
+            plain, offered = self._for_template(messages, use)
+            return self._text.chat_prompt(
                 plain, add_generation_prompt=add_generation_prompt, tools=offered, continue_final=continue_final
-            ),
-        )
+            )
+
+        # Schemas of functions may be large, and how large is not known before they are written.
+        ids = await self._off_loop(sum(map(_num_characters, messages)), lay_out, is_large=use.is_on)
         return Prompt(np.array(ids, dtype=np.int32), None)
+
+    def _for_template(self, messages: Sequence[Message], use: ToolUse) -> tuple[list[_Plain], list[_Plain] | None]:
+        """Return the messages and the functions as the template takes them; no functions if it does not know any."""
+        if self._text.template_knows_tools:
+            offered = [function.as_tool() for function in use.functions] if use.is_on else None
+            return [_with_calls(message) for message in messages], offered
+        plain = [_in_words(message, self._tool_format) for message in messages]
+        if use.is_on:
+            plain = _with_instructions(plain, self._tool_format.instructions(use.functions))
+        return plain, None
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included.
@@ -108,13 +113,20 @@ class Prompts:
         validate_token_ids(tokens, self._text.vocab_size, param="tokens")
         return await self._off_loop(len(tokens), lambda: self._text.decode(tokens, skip_special_tokens=False))
 
-    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        if size <= _INLINE_CHARACTERS:
+    async def _off_loop(self, size: int, work: Callable[[], Result], *, is_large: bool = False) -> Result:
+        if size <= _INLINE_CHARACTERS and not is_large:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _for_template(message: Message) -> _Plain:
+def _num_characters(message: Message) -> int:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part.text or "") for part in content)
+
+
+def _with_calls(message: Message) -> _Plain:
     """Return a message for a template that knows tools: arguments of calls as objects, which it writes itself."""
     plain: _Plain = {"role": _role(message), "content": _content(message)}
     if message.tool_calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,8 +143,9 @@ class Service:
             CapacityError: it cannot be compiled now.
         """
         spec = spec_of(body)
-        if tools is not None:
-            spec = tools.grammar(self._tool_format, spec)
+        if tools is not None and tools.is_on:
+            # Schemas may be large; writing them into a grammar is not for the event loop.
+            spec = await asyncio.to_thread(tools.grammar, self._tool_format, spec)
         if spec is None:
             return None
         check_end(body, spec)
@@ -196,7 +198,8 @@ class Service:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         sampling = self._sampling(body, asked.num_alternatives)
         stop_token_ids = self._stop_token_ids(body)
-        now_s = self._clock.now()
+        terms = asked.terms
+        arrival_s = self._clock.now() if terms.arrived_s is None else terms.arrived_s
         choices: list[Choice] = []
         for prompt in asked.prompts:
             length = self._max_tokens(len(prompt.tokens), asked)
@@ -211,19 +214,20 @@ class Service:
                     stop_token_ids=stop_token_ids,
                     sampling=_with_seed(sampling, number),
                     grammar=asked.grammar,
-                    priority=asked.terms.priority,
-                    cache_salt=asked.terms.cache_salt,
+                    priority=terms.priority,
+                    cache_salt=terms.cache_salt,
                     cache_hint=_cache_hint(body.cache_hint),
-                    tenant=asked.terms.tenant,
-                    session=asked.terms.session,
-                    slo=asked.terms.slo,
-                    slo_class=asked.terms.slo_class,
-                    value=asked.terms.value,
-                    refuse_late=asked.terms.refuse_late,
-                    arrival_s=now_s,
+                    tenant=terms.tenant,
+                    session=terms.session,
+                    slo=terms.slo,
+                    slo_class=terms.slo_class,
+                    value=terms.value,
+                    refuse_late=terms.refuse_late,
+                    arrival_s=arrival_s,
                 )
                 choices.append(self._choice(len(choices), request, body, asked))
-        return Generation(self.supervisor, choices, asked.num_per_prompt)
+        deadline_s = None if terms.deadline_s is None else arrival_s + terms.deadline_s
+        return Generation(self.supervisor, choices, asked.num_per_prompt, self._clock, deadline_s)
 
     def _choice(self, index: int, request: Request, body: GenerationBody, asked: Asked) -> Choice:
         stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])

@@ -62,6 +62,7 @@ class Terms:
         cache_salt: derived from tenant and request; two tenants never have the same.
         deadline_s: after its arrival, when it stops making sense: the request's own. The target of a class for the end
             is one to be judged by.
+        arrived_s: when it came in, by the monotonic clock; None for when somebody begins to work for it.
     """
 
     tenant: str = ""
@@ -73,6 +74,7 @@ class Terms:
     value: float = 1.0
     refuse_late: bool = False
     deadline_s: float | None = None
+    arrived_s: float | None = None
 
 
 _PLAIN: Final = SloClass()

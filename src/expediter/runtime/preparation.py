@@ -100,7 +100,7 @@ class PreparingInbox:
             self._prepare(grammar)
         except RequestError as refusal:
             error = str(refusal)
-        except Exception:
+        except BaseException:  # a panic of the grammar engine is no Exception
             logger.exception("a grammar cannot be prepared")
             error = "the grammar cannot be used"
         self._mailbox.put(Prepared(held, error))

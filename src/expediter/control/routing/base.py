@@ -57,8 +57,7 @@ class Candidate(NamedTuple):
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a request goes.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from expediter.control.fleet import Fleet
+from expediter.control.fleet import Fleet, Member
 from expediter.control.prefix_index import PrefixIndex, cached_tokens, root_key
 from expediter.control.routing.base import RouteQuery
 from expediter.core.request import Request
@@ -21,8 +21,8 @@ class CacheView(Protocol):
         """
         ...
 
-    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
-        """Hear that a replica gets the request; it will hold its prompt."""
+    def placed(self, query: RouteQuery, member: Member) -> None:
+        """Hear that a replica gets the request that was just asked about; it will hold its prompt."""
         ...
 
 
@@ -51,11 +51,9 @@ class IndexedCaches:
             found[-1] = num_tokens - 1, found[-1][1]
         return cached_tokens(found)
 
-    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
-        self._follow(fleet)
-        if not fleet.profile(replica_id).caches_prefixes:
-            return
-        self.index.record(fleet.slot_of(replica_id), self.keys(query.request))
+    def placed(self, query: RouteQuery, member: Member) -> None:
+        if member.profile.caches_prefixes:
+            self.index.record(member.slot, self.keys(query.request))
 
     def root(self) -> int:
         """Return the number of the empty prefix of prompts without a salt."""
@@ -99,5 +97,5 @@ class AskedCaches:
         asked = ((member.slot, member.profile.cached_tokens) for member in fleet.members("prefill"))
         return {slot: min(ask(query.request), most) for slot, ask in asked if ask is not None}
 
-    def placed(self, query: RouteQuery, replica_id: int, fleet: Fleet) -> None:
+    def placed(self, query: RouteQuery, member: Member) -> None:
         """Nothing to note: the replica knows."""

@@ -73,7 +73,7 @@ class Conductor:
         if refusal is not None:
             return refusal
         replica_id = view.members[place].replica_id
-        self.caches.placed(query, replica_id, fleet)
+        self.caches.placed(query, view.members[place])
         self._expected.accepted(query, query.now_s + ttft_s)
         copied = reused[place] > view.cached[place]
         source = view.members[view.cached.index(max(view.cached))]

@@ -41,6 +41,8 @@ class View:
         if not members:
             return None
         held = caches.cached(query, fleet)
+        if not held:
+            return cls(query, fleet, members, [0] * len(members), [num_tokens] * len(members))
         cached = [held.get(member.slot, 0) for member in members]
         return cls(query, fleet, members, cached, [num_tokens - each for each in cached])
 
@@ -97,10 +99,8 @@ class Least:
     def pick(self, costs: list[float], view: View) -> int:
         lowest = min(costs)
         most = lowest + 1e-9 * abs(lowest)
-        members = view.members
-        return min(
-            (place for place, cost in enumerate(costs) if cost <= most), key=lambda place: members[place].last_dispatch
-        )
+        places = [place for place, cost in enumerate(costs) if cost <= most]
+        return places[0] if len(places) == 1 else min(places, key=lambda place: view.members[place].last_dispatch)
 
 
 class Softmax:
@@ -153,10 +153,10 @@ class Scored(HandsOffToLeastLoaded):
         self._scorer.placed(view, place)
         for each in self._filters:
             each.placed(view, place)
-        replica_id = view.members[place].replica_id
-        self.caches.placed(query, replica_id, fleet)
+        member = view.members[place]
+        self.caches.placed(query, member)
         return Placement(
-            replica_id=replica_id,
+            replica_id=member.snapshot.replica_id,
             because=self._scorer.because(view, place) + because,
             candidates=Weighed(view, costs, place),
             num_cached_tokens=view.cached[place],

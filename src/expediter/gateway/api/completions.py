@@ -152,7 +152,7 @@ class PromptsAlone:
         ApiError: 400, they are too many.
     """
 
-    may_be_refused_late = False
+    may_end_unstarted = False
     num_cached_tokens = 0
     num_output_tokens = 0
 

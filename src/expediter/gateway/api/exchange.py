@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -30,8 +31,9 @@ def tenant_of(request: HttpRequest) -> Tenant:
 
 
 def terms_for(request: HttpRequest, body: TermsBody) -> Terms:
-    """Return the terms of a request; raises as `terms_of`."""
-    return terms_of(body, request.headers.raw, tenant_of(request))
+    """Return the terms of a request; raises as `terms_of`. What it has waited at the door counts."""
+    terms = terms_of(body, request.headers.raw, tenant_of(request))
+    return replace(terms, arrived_s=request.scope["arrived_s"])
 
 
 async def respond(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from starlette.types import ASGIApp
 
@@ -22,7 +22,7 @@ from expediter.gateway.errors import ApiError, over_limit
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Answer, Reply
 from expediter.gateway.http.wire import HttpRequest
-from expediter.gateway.tenants import Tenant, Tenants
+from expediter.gateway.tenants import Tenant, TenantBook, Tenants
 from expediter.telemetry.exchanges import ExchangeRecord, ExchangeSink
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
@@ -35,6 +35,7 @@ MODEL_PATHS: Final = frozenset(
 )
 """Paths whose POST is for a model and may be answered by any backend that serves it."""
 _SWEEP_S: Final = 0.1
+_CLIENT: Final = "client"
 _LARGE_DIGITS: Final = 6
 """Of the length of a body that is worth a look at its tenant's limits before it is read."""
 
@@ -53,6 +54,13 @@ class Counts(Protocol):
     def left(self) -> None: ...
 
     def unauthorized(self) -> None: ...
+
+
+class _KnownClient(NamedTuple):
+    """Who a client of a connection was with these keys, in this book of tenants."""
+
+    given: tuple[TenantBook, bytes | None, bytes | None]
+    tenant: Tenant | None
 
 
 class Door:
@@ -141,9 +149,17 @@ class Door:
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
+        """Return whose a request is; a client that sends the same key again on its connection is known by it."""
+        bearer, key = request.fields.get(b"authorization"), request.fields.get(b"x-api-key")
+        given = (self._tenants.book, bearer, key)
+        known = request.memory.get(_CLIENT)
+        if isinstance(known, _KnownClient) and known.given == given and len(request.fields) == len(request.headers):
+            return known.tenant
         if request.repeats(b"authorization") or request.repeats(b"x-api-key"):
             return None
-        return self._tenants.of(request.fields.get(b"authorization"), request.fields.get(b"x-api-key"))
+        tenant = self._tenants.of(bearer, key)
+        request.memory[_CLIENT] = _KnownClient(given, tenant)
+        return tenant
 
     def _turned_away(self, request: HttpRequest, tenant: Tenant, error: ApiError) -> Answer:
         """Refuse a request whose body is not here yet, and record it as any other."""

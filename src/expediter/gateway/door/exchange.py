@@ -45,6 +45,8 @@ _ENVELOPE_BYTES: Final = 320
 """Of an answer in one piece, beside its text."""
 _BYTES_PER_TOKEN: Final = 4
 _NO_TERMS: Final = Terms()
+_EXPIRED_STATUS: Final = 504
+"""What our own API says of a request whose deadline has passed before it was started, and of nothing else."""
 _GONE_STATUS: Final = 499
 """nginx's status for a client that left; nobody reads it."""
 
@@ -289,6 +291,8 @@ class Exchange:
         outcome = refusals.outcome_of(answered.status)
         dispatch = self._dispatch
         if dispatch is not None:
+            if dispatch.backend.is_own and answered.status == _EXPIRED_STATUS:
+                outcome = Outcome.EXPIRED
             is_failure = answered.status >= SERVER_ERROR and not dispatch.backend.is_own
             dispatch.ended(Failure.STATUS_5XX if is_failure else outcome, now_s, answered.usage)
         self._finish(answered.status, outcome, now_s, answered=answered)

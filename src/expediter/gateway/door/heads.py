@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from expediter.gateway.http.upstream import ResponseHead
-from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, response_head
+from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, status_line
 
 TRACEPARENT: Final = b"traceparent"
 _TO_BACKEND: Final = frozenset({b"content-type", b"accept", b"user-agent", TRACEPARENT, b"tracestate", b"session_id"})
@@ -63,5 +63,10 @@ def passed_headers(head: ResponseHead, shown_id: bytes) -> Headers:
 
 def framed_head(head: ResponseHead, shown_id: bytes) -> bytes:
     """Return the head for a body that is passed on with its framing, without the last line."""
-    framing = CHUNKED_HEADER if head.is_chunked else b"content-length: %d\r\n" % (head.length or 0)
-    return response_head(head.status, passed_headers(head, shown_id)) + framing
+    parts = [status_line(head.status)]
+    for name, value in head.headers:
+        if name in _TO_CLIENT or name.startswith(_TO_CLIENT_PREFIXES):
+            parts += (name, b": ", value, b"\r\n")
+    parts += (b"x-request-id: ", shown_id, b"\r\n")
+    parts.append(CHUNKED_HEADER if head.is_chunked else b"content-length: %d\r\n" % (head.length or 0))
+    return b"".join(parts)

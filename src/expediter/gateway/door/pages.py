@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
 
 from expediter import __version__
 from expediter.core.errors import ExpediterError
@@ -79,7 +80,7 @@ class Pages:
         }
 
 
-def build_app(routes: Sequence[BaseRoute], own_app: Starlette | None) -> Starlette:
+def build_app(routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette:
     """Return the application for what is not for a model.
 
     Args:

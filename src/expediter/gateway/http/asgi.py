@@ -157,6 +157,7 @@ def _scope(request: HttpRequest) -> dict[str, Any]:
         "path": request.path,
         "raw_path": raw_path,
         "query_string": request.query,
+        "arrived_s": request.arrived_s,
         "root_path": "",
         "headers": request.headers,
         "client": request.peer,

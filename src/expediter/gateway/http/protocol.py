@@ -76,6 +76,8 @@ class HttpConnection(asyncio.Protocol):
         self.deadline_s = _NEVER
         self.write_deadline_s = _NEVER
         self._limits = state.limits
+        self._max_head_bytes = state.limits.max_head_bytes
+        self._memory: dict[str, object] = {}
         self._transport: Any = None
         self._parser = httptools.HttpRequestParser(self)
         self._turns: deque[_Turn] = deque()
@@ -146,7 +148,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             if self._request is None and self._in_message:
                 self._head_bytes += len(data)
-                if self._head_bytes > 2 * self._limits.max_head_bytes:
+                if self._head_bytes > 2 * self._max_head_bytes:
                     self._turn_away(self._state.app.refuse(431, "the head of the request is too large"))
 
     def close(self) -> None:
@@ -179,14 +181,16 @@ class HttpConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._target += url
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._max_head_bytes:
+            raise self._head_refusal()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > self._max_head_bytes:
+            raise self._head_refusal()
         if self._request is None:  # else it is a trailer, which nobody here has a use for
             self._headers.append((name.lower(), value))
-            if len(self._headers) > self._limits.max_headers:
-                raise self._refusal(431, f"more than {self._limits.max_headers} headers")
 
     def on_headers_complete(self) -> None:
         parser = self._parser
@@ -194,7 +198,10 @@ class HttpConnection(asyncio.Protocol):
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         request = HttpRequest(method, self._target, version, self._headers, now_s, self._peer, self._sock)
         self._request = request
+        request.memory = self._memory
         length, fault = _check_head(request)
+        if len(self._headers) > self._limits.max_headers:
+            raise self._refusal(431, f"more than {self._limits.max_headers} headers")
         if fault:
             raise self._refusal(400, fault)
         self._upgrades = parser.should_upgrade()
@@ -227,9 +234,12 @@ class HttpConnection(asyncio.Protocol):
         if self._upgrades:
             return
         keeps_alive = self._parser.should_keep_alive()
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = self._body
+        request.body = body[0] if len(body) == 1 else b"".join(body)
         self._forget_body()
-        self._reset()
+        self._request = None
+        self._in_message = False
+        self._head_bytes = 0
         if self._is_deaf:
             return
         if len(self._turns) >= self._limits.max_pipelined:
@@ -242,10 +252,8 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- what is wrong
 
-    def _count_head(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._head_bytes > self._limits.max_head_bytes:
-            raise self._refusal(431, f"the head of the request exceeds {self._limits.max_head_bytes} bytes")
+    def _head_refusal(self) -> _RefusedError:
+        return self._refusal(431, f"the head of the request exceeds {self._max_head_bytes} bytes")
 
     def _body_refusal(self) -> _RefusedError:
         return self._refusal(413, f"the body exceeds {self._limits.max_body_bytes} bytes")

@@ -79,6 +79,7 @@ class HttpRequest:
         peer: address of the client, None on a Unix socket.
         sock: local address.
         context: what the application has found out from the head, for when the body is here.
+        memory: for what the application may want to know again at the next request of the same connection.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class HttpRequest:
         "context",
         "fields",
         "headers",
+        "memory",
         "method",
         "path",
         "peer",
@@ -116,6 +118,7 @@ class HttpRequest:
         self.peer = peer
         self.sock = sock
         self.context: object = None
+        self.memory: dict[str, object] = {}
         raw_path, _, self.query = origin_form(target).partition(b"?")
         path = raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
@@ -155,10 +158,15 @@ def origin_form(target: bytes) -> bytes:
 
 def response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return status line and headers, without the empty line that ends a head."""
-    parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    parts = [status_line(status)]
     for name, value in headers:
         parts += (name, b": ", value, b"\r\n")
     return b"".join(parts)
+
+
+def status_line(status: int) -> bytes:
+    """Return the first line of a response."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def has_body(method: str, status: int) -> bool:
