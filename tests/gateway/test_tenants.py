@@ -56,7 +56,7 @@ def test_a_key_says_whose_request_it_is() -> None:
 
 def test_without_keys_everybody_is_the_anonymous_tenant() -> None:
     tenants = Tenants(TenantBook())
-    assert not tenants.needs_key
+    assert not tenants.book.has_keys
     for given in (None, b"Bearer EMPTY", b"Bearer sk-anything", b"Basic x", b""):  # clients cannot do without one
         assert name_of(tenants, given) == name_of(tenants, given, b"dummy") == ""
 
@@ -120,7 +120,8 @@ def test_listeners_hear_of_another_book() -> None:
     other = book()
     tenants.replace(other)
     assert heard == [other]
-    assert tenants.needs_key
+    assert tenants.book.has_keys
+    assert tenants.book.anonymous is None
 
 
 # -- what a tenant may ask for ---------------------------------------------------------------------------------------

@@ -187,3 +187,28 @@ def test_kv_events_tell_what_vllm_dropped(start_door: Callable[..., VllmDoor], p
         server.reset_prefix_cache()
         post(server.url, "/v1/completions", {"prompt": "x", "max_tokens": 1})  # events go out with a step
     wait_until(lambda: sum(backend["num_known_tokens"] for backend in door.backends()) == 0, "all of it is forgotten")
+
+
+def test_kv_events_tell_what_others_made_vllm_cache(
+    start_door: Callable[..., VllmDoor], pair: list[VllmServer]
+) -> None:
+    """With a tokenizer, prompts that never came through the gateway count too, chats by the model's template."""
+    door = start_door(kv_events=True, tokenizer=True)
+
+    def bodies(seed: int) -> list[tuple[str, dict[str, Any]]]:
+        prompt = text(seed, 320)
+        chat = [{"role": "user", "content": text(seed + 50, 320)}]
+        return [
+            ("/v1/completions", {"prompt": prompt, "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
+        ]
+
+    for place, server in enumerate(pair):
+        for path, body in bodies(400 + place):
+            post(server.url, path, body)
+    wait_until(lambda: min(b["num_known_tokens"] for b in door.backends()) >= 600, "what was cached is known")
+    for place, server in enumerate(pair):
+        for path, body in bodies(400 + place):
+            before = server.metric("vllm:prefix_cache_hits_total")
+            post(door.url, path, body)
+            assert server.metric("vllm:prefix_cache_hits_total") - before >= 288, f"{path} went elsewhere"

@@ -20,7 +20,7 @@ _LOOK_EVERY_S: Final = 1.0
 class TenantReload:
     """Keeps the tenants as the file has them. A file that cannot be used changes nothing, and the log says why.
 
-    What else the file holds (queue, classes of other servers) is read at the start only.
+    SLO classes come along with them. The rest of the file is read at the start only.
 
     Args:
         path: of the file.

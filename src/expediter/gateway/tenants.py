@@ -224,11 +224,6 @@ class Tenants:
             listener(book)
 
     @property
-    def needs_key(self) -> bool:
-        """Whether nobody comes in without a key."""
-        return self.book.anonymous is None
-
-    @property
     def limits(self) -> dict[str, Limits]:
         """What each may use, by name."""
         return {name: tenant.limits for name, tenant in self.book.tenants.items()}
