@@ -59,6 +59,9 @@ _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
+_LEAST_S: Final = 1e-5
+_MOST_S: Final = 1e5
+"""What takes less or more has gone wrong, and teaches nothing."""
 _STEP_SHARE: Final = 0.25
 """Without any, a short prompt would be thought to cost those who decode nothing, however many they are."""
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
@@ -96,7 +99,7 @@ class LearnedTtft:
     def observe(self, answer: Answer) -> None:
         """Learn from an answer."""
         ahead, new, beside, output, elapsed_s = answer
-        if not 0 < elapsed_s < math.inf:
+        if not _LEAST_S <= elapsed_s <= _MOST_S:
             return
         self._num_seen += 1
         constant, token_s, decode_s, output_s = self._fitted
