@@ -456,7 +456,6 @@ class Exchange:
             ended_s=now_s,
             attempts=tuple(attempts),
             route=None if chosen is None else chosen.decision,
-            route_backends=() if chosen is None else self._parts.backends.names(chosen.decision.candidates),
             status=status,
             outcome=outcome,
             error_code=code,
