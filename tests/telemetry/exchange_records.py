@@ -9,10 +9,16 @@ from expediter.core.slo import Slo
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
 
 
-def routed(*costs: float, num_cached_tokens: int = 0) -> Placement:
+def routed(*costs: float, num_cached_tokens: int = 0, is_held_back: bool = False) -> Placement:
     """Return the choice of replica 0 among those with these costs."""
     candidates = tuple(Candidate(number, cost, 0) for number, cost in enumerate(costs))
-    return Placement(replica_id=0, because="it costs least", candidates=candidates, num_cached_tokens=num_cached_tokens)
+    return Placement(
+        replica_id=0,
+        because="it costs least",
+        is_held_back=is_held_back,
+        candidates=candidates,
+        num_cached_tokens=num_cached_tokens,
+    )
 
 
 def answered(**fields: Any) -> ExchangeRecord:

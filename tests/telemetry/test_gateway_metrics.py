@@ -107,10 +107,9 @@ def test_attempts_limits_and_health() -> None:
     ("route", "cause"),
     [
         (routed(), "turn"),
-        (routed(1.0), "cost"),
         (routed(1.0, 1.0), "cost"),
         (routed(1.0, 2.0, num_cached_tokens=5), "cached"),
-        (routed(2.0, 1.0, num_cached_tokens=5), "bounded"),
+        (routed(2.0, 1.0, num_cached_tokens=5, is_held_back=True), "bounded"),
     ],
 )
 def test_causes_of_routing(route: Placement, cause: str) -> None:

@@ -48,13 +48,15 @@ def start_door(
     """Start a gateway in front of the pair; all are stopped at the end."""
     with ExitStack() as stack:
 
-        def start(*flags: str, kv_events: bool = False) -> VllmDoor:
+        def start(*flags: str, kv_events: bool = False, tokenizer: bool = False) -> VllmDoor:
             path = tmp_path_factory.mktemp("door") / "door.toml"
             lines = []
             for server, port in zip(pair, event_ports, strict=True):
                 lines += ["[[backends]]", f'url = "{server.url}"']
                 if kv_events:
                     lines.append(f'kv_events = "tcp://127.0.0.1:{port}"')
+                if tokenizer:
+                    lines.append(f'tokenizer = "{resolve_model()}"')
             path.write_text("\n".join(lines))
             admin_port = free_port()
             url = stack.enter_context(running_server(["--config", str(path), "--admin-port", str(admin_port), *flags]))

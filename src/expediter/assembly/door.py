@@ -31,7 +31,7 @@ from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
-from expediter.gateway.everywhere import CONTROL, Everywhere
+from expediter.gateway.everywhere import CONTROL, Changes, Everywhere
 from expediter.gateway.explanations import Pool
 from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
@@ -49,6 +49,7 @@ from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
 
+_CHANGES: Final = "changes"
 _GC_ALLOCATIONS: Final = 100_000
 """Objects made, less objects gone, before the garbage collector looks at the youngest."""
 
@@ -267,9 +268,13 @@ async def _admin_listeners(
         path.unlink(missing_ok=True)  # of a predecessor that was killed
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(str(path))
-        listeners.append(await _listening(front.admin("", reload), sock))
+        inner = front.admin("", reload)
+        listeners.append(await _listening(inner, sock))
+        await Changes(path.with_name(_CHANGES)).make(inner)
     if admin is not None:
-        app = Everywhere(front.admin(key, reload), place.others(CONTROL))
+        app = front.admin(key, reload)
+        if path is not None:
+            app = Everywhere(app, place.others(CONTROL), Changes(path.with_name(_CHANGES)))
         listeners.append(await _listening(app, admin))
     try:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from expediter.core.errors import ConfigurationError
@@ -92,7 +93,9 @@ class Observing:
         self._own = own
         history, recent = History(), RecentExchanges()
         self._siblings = Siblings(
-            lambda tenant, name: [*live(tenant, name), *recent.find(tenant, name)], history.since, place
+            lambda tenant, name: [self._named(r) for r in (*live(tenant, name), *recent.find(tenant, name))],
+            history.since,
+            place,
         )
         self._tracing = None if config.otlp_traces_endpoint is None else _tracing(config.otlp_traces_endpoint)
         self.sinks: list[ExchangeSink] = [metrics, history, recent]
@@ -121,6 +124,12 @@ class Observing:
     def tracer(self) -> Tracer | None:
         """Who chooses the ids of spans; None if no traces are kept."""
         return self._tracing
+
+    def _named(self, record: ExchangeRecord) -> ExchangeRecord:
+        """Return a record with the names of those that its route compared: their numbers are this process's own."""
+        if record.route is None:
+            return record
+        return msgspec.structs.replace(record, route_backends=self._backends.names(record.route.candidates))
 
     def shown(self) -> list[ShownBackend]:
         """Return what is shown of each backend, and of each of the server's own replicas."""

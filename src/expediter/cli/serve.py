@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from expediter.assembly.observing import ObservingConfig
     from expediter.assembly.presets import Preset
     from expediter.gateway.backends.config import BackendConfig
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     file = load_file_config(args.config)
     backends = tuple(BackendConfig(url=url) for url in args.backend)
     if args.host not in _LOOPBACK and not args.api_key and not file.tenants:
-        print(f"expediter: warning: {args.host} may be reached by others, and no keys are asked for", file=sys.stderr)
+        logger.warning("%s may be reached by others, and no keys are asked for", args.host)
     if args.model is None and (backends or file.backends):
         _serve_backends(args, file, backends)
     else:
@@ -181,7 +183,7 @@ def _serve_replicas(args: argparse.Namespace, file: FileConfig, backends: tuple[
         admin_port=args.admin_port,
         observing=_observing(args),
     )
-    print(f"starting {args.replicas} replica(s) of {config.model_names[0]} …", file=sys.stderr, flush=True)
+    logger.info("starting %d replica(s) of %s", args.replicas, config.model_names[0])
     serve(config, _say)
 
 

@@ -59,12 +59,19 @@ _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
+_LEAST_S: Final = 1e-5
+_MOST_S: Final = 1e5
+"""What takes less or more has gone wrong, and teaches nothing."""
 _STEP_SHARE: Final = 0.25
 """Without any, a short prompt would be thought to cost those who decode nothing, however many they are."""
 _SCALE: Final = np.array([1.0, 1e-4, 1e-2, 1e-2])
 """Brings features near 1: constant, prompt tokens, requests beside it, output tokens."""
 _LEAST_TOKEN_S: Final = 1e-9
 """A replica never computes a prompt for nothing, or it would get them all."""
+
+
+def _no_idea() -> npt.NDArray[np.float64]:
+    return np.eye(len(_SCALE)) * 1e4
 
 
 class LearnedTtft:
@@ -78,7 +85,7 @@ class LearnedTtft:
 
     def __init__(self) -> None:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
-        self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
+        self._covariance = _no_idea()
         self._fitted: list[float] = [0.0] * len(_SCALE)
         self._num_seen = self._num_offered = 0
         self._pace = 1.0
@@ -96,7 +103,7 @@ class LearnedTtft:
     def observe(self, answer: Answer) -> None:
         """Learn from an answer."""
         ahead, new, beside, output, elapsed_s = answer
-        if not 0 < elapsed_s < math.inf:
+        if not _LEAST_S <= elapsed_s <= _MOST_S:
             return
         self._num_seen += 1
         constant, token_s, decode_s, output_s = self._fitted
@@ -131,7 +138,12 @@ class LearnedTtft:
         if doubt > _NO_DOUBT:
             kept = _FORGETTING - (1 - _FORGETTING) / doubt
             self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
-        self._fitted = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        fitted: list[float] = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        if math.isfinite(sum(fitted)):
+            self._fitted = fitted
+        else:  # numbers too far apart for the arithmetic: what was known stays until enough is learned anew
+            self._weights[:] = 0.0
+            self._covariance = _no_idea()
 
 
 _SURE_S: Final = 30.0

@@ -172,8 +172,8 @@ class Sampler:
         assert self._matchers is not None
         masks, errors = self._matchers.masks(slots[rows].tolist())
         intact = np.array([i for i in range(len(rows)) if i not in errors], dtype=np.intp)
-        allowed = np.unpackbits(masks[intact], axis=1, bitorder="little", count=self._vocab_size).view(np.bool_)
-        for row, columns in zip(rows[intact].tolist(), torch.from_numpy(~allowed).to(self._device), strict=True):
+        ruled_out = np.unpackbits(~masks[intact], axis=1, bitorder="little", count=self._vocab_size).view(np.bool_)
+        for row, columns in zip(rows[intact].tolist(), torch.from_numpy(ruled_out).to(self._device), strict=True):
             logits[row].masked_fill_(columns, -torch.inf)
         return _Constraint(rows, masks, errors)
 

@@ -44,6 +44,8 @@ class IntervalsQuestion(msgspec.Struct, frozen=True, tag="intervals"):
 Question = RequestsQuestion | IntervalsQuestion
 Answer = TypeVar("Answer", list[ExchangeRecord], list[Interval])
 
+# Candidates of a route are a sequence of their own kind, ranked when they are looked at.
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=tuple)
 _QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
 _RECORDS: Final = msgspec.msgpack.Decoder(list[ExchangeRecord])
 _INTERVALS: Final = msgspec.msgpack.Decoder(list[Interval])
@@ -103,7 +105,7 @@ class Siblings:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = self._answer(_QUESTIONS.decode(await _read(reader, _MAX_QUESTION_BYTES)))
-                await _write(writer, msgspec.msgpack.encode(answer))
+                await _write(writer, _ENCODER.encode(answer))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError) as error:
             logger.warning("a question of another process cannot be answered: %s", type(error).__name__)
         finally:

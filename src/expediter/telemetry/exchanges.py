@@ -66,7 +66,8 @@ class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         arrived_s: its head was here. `queued_s`: it began to wait in the central queue, None if it never did.
         queued_behind_requests, queued_behind_tokens: in the central queue when it came.
         dispatched_s: last attempt, None if there was none. `first_byte_s`: of the response's body.
-        route: why its last backend was chosen. `route_backends`: names of the route's candidates.
+        route: why its last backend was chosen.
+        route_backends: names of the route's candidates, once somebody has asked: they are ranked only then.
         num_prompt_tokens, num_output_tokens: as the backend said, or estimated where `usage_is_exact` is false.
         num_cached_tokens: of the prompt, None if the backend did not say.
         num_bytes_in, num_bytes_out: of the bodies, to and from the client.

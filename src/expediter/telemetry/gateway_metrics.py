@@ -271,12 +271,11 @@ class GatewayMetrics:
 
 def cause_of(route: Placement) -> str:
     """Return why a backend was chosen: "bounded" (a better one was held back), "cached", "cost" or "turn"."""
-    if not route.candidates:
-        return "turn"
-    cost = route.candidates[0].cost
-    if any(other.cost < cost for other in route.candidates):
+    if route.is_held_back:
         return "bounded"
-    return "cached" if route.num_cached_tokens else "cost"
+    if route.num_cached_tokens:
+        return "cached"
+    return "cost" if route.candidates else "turn"
 
 
 @dataclass(frozen=True, slots=True)

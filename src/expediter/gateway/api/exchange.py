@@ -14,6 +14,7 @@ from expediter.core.errors import RequestError
 from expediter.gateway.bodies import TermsBody
 from expediter.gateway.delivery import EventStream, respond_at_once
 from expediter.gateway.door.heads import OWN_ID
+from expediter.gateway.door.told import TOLD, Told
 from expediter.gateway.errors import ApiError, to_api_error
 from expediter.gateway.generation import Generation
 from expediter.gateway.http.wire import client_request_id
@@ -46,6 +47,9 @@ async def respond(
         ClientGoneError: nobody is there to read it.
     """
     generation.submit()
+    told = request.scope.get(TOLD)
+    if isinstance(told, Told):
+        told.counted = generation
     headers = request.headers.raw
     given, door_id = client_request_id(headers), client_request_id(headers, OWN_ID) or b""
     names = [rendering.response_id] if given is None else [rendering.response_id, given.decode("ascii")]

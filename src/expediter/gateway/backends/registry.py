@@ -87,7 +87,7 @@ class Backends:
         environment: where backends' keys are, by the names in their configurations.
         events: hears of ejections and probes.
         shared: with the other processes of this gateway; None if it is the only one.
-        seed: of jitter.
+        seed: of jitter; None to draw one, so that processes differ.
     Attributes:
         on_room: called when a backend takes requests again that did not: it had no room, or was not up.
         on_ejected: called when a backend is ejected that was in use; what waits there for its first byte may be sent
@@ -106,7 +106,7 @@ class Backends:
         environment: Mapping[str, str] | None = None,
         events: BackendEvents | None = None,
         shared: SharedLoads | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self.on_room: Callable[[], None] = _nothing
         self.on_ejected: Callable[[Backend], None] = _nobody
@@ -370,7 +370,8 @@ class Backends:
             self._events.probed(backend.name, succeeded=failure is None)
         if failure is not None:
             backend.outcomes[failure.value] += 1
-            if self.health.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
+            is_foreign = not backend.is_own  # whose supervisor knows how they are, and says so by `is_ready`
+            if is_foreign and self.health.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
                 self.ejected(backend, failure)
         else:
             assert ending.outcome is not None

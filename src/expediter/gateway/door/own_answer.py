@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from typing import Final
 
 from starlette.types import ASGIApp
 
-from expediter.gateway.backends.backend import Dispatch
+from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
-from expediter.gateway.door.relay import Answered, Asker
-from expediter.gateway.door.usage import TAIL_BYTES, usage_of
+from expediter.gateway.door.relay import Asker
+from expediter.gateway.door.told import TOLD, Told
+from expediter.gateway.door.usage import Answered
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.wire import HttpRequest
 from expediter.gateway.tenants import Tenant
-
-_NUM_ENDS: Final = 2
-"""Pieces of a response that are kept for its usage: the last event, and `[DONE]`."""
 
 
 class OwnAnswer:
@@ -31,12 +27,14 @@ class OwnAnswer:
         self._has_begun = False
         self._num_bytes = 0
         self._num_events = 0
-        self._ends: deque[bytes] = deque(maxlen=_NUM_ENDS)
+        self._told = Told()
 
     def start(self, app: ASGIApp, request: HttpRequest, reply: Reply, shown_id: bytes, tenant: Tenant) -> None:
         """Let the application answer."""
         failure = refusals.answer(refusals.internal_error(), shown_id, request.path)
-        AsgiCall(app, request, reply, failure, ((b"x-request-id", shown_id),), {"tenant": tenant}, self)
+        AsgiCall(
+            app, request, reply, failure, ((b"x-request-id", shown_id),), {"tenant": tenant, TOLD: self._told}, self
+        )
 
     def app_head(self, status: int) -> None:
         """The application has begun."""
@@ -51,16 +49,18 @@ class OwnAnswer:
             self._asker.answering(now_s)
         self._num_bytes += len(data)
         self._num_events += 1
-        self._ends.append(data)
 
     def app_ended(self, *, is_whole: bool, is_gone: bool) -> None:
         """It has returned."""
         now_s = time.monotonic()
-        usage = usage_of(b"".join([piece[-TAIL_BYTES:] for piece in self._ends]))
+        counted = self._told.counted
+        usage = None
+        if counted is not None:
+            usage = Usage(counted.num_prompt_tokens, counted.num_output_tokens, counted.num_cached_tokens)
         answered = Answered(self._status, usage, self._num_bytes, self._num_events)
         if is_whole:
             self._asker.answered(answered, now_s)
         elif is_gone:
-            self._asker.client_left()
+            self._asker.client_left(answered)
         else:
             self._asker.broke(self._status, None, now_s)
