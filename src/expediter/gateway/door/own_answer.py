@@ -10,6 +10,7 @@ from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
 from expediter.gateway.door.relay import Asker
 from expediter.gateway.door.told import TOLD, Told
+from expediter.gateway.door.usage import Answered
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.wire import HttpRequest
