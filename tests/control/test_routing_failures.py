@@ -80,11 +80,14 @@ def test_the_holder_is_left_only_while_it_is_overloaded(name):
     hand = HandFleet(0, 0, 0, speed=SPEED)
     policy = router(name)
     first, second, third = requests_sharing(3, 6400, 64)
-    holder = hand.send(policy, first).replica_id
+    found = hand.send(policy, first)
+    holder = found.replica_id
+    assert not found.is_held_back
     hand.set(holder, num_requests=9, num_pending_tokens=0)
     other = hand.send(policy, second)
     assert other.replica_id != holder
     assert "has more than its share of the requests" in other.because
+    assert other.is_held_back
     hand.set(holder, num_requests=0)
     for replica_id in hand.loads:
         hand.set(replica_id, num_requests=0, num_pending_tokens=0)

@@ -265,3 +265,15 @@ def test_without_keys_the_live_page_is_there(model_folder: Path) -> None:
         assert sum(of["ended"] for point in told["points"] for of in point["tenants"].values()) == 1
         (slow,) = [slow for point in told["points"] for slow in point["slow"]]
         assert "at own until the first token" in slow["why"]
+
+
+def test_tokens_of_own_replicas_are_exact(model_folder: Path) -> None:
+    with start_fake_server(model_folder) as server:
+        usage = server.complete("hello there", max_tokens=3).json["usage"]
+        server.complete("hello there", max_tokens=3, stream=True)  # which says nothing of its tokens
+        wait_until(lambda: server.metric("expediter:gateway_requests_total") == 2, what="both are counted")
+        assert server.metric("expediter:gateway_tokens_total", kind="prompt") == 2 * usage["prompt_tokens"]
+        assert server.metric("expediter:gateway_tokens_total", kind="output") == 2 * usage["completion_tokens"]
+        assert server.metric("expediter:gateway_tokens_total", kind="cached") == server.metric(
+            "vllm:prefix_cache_hits_total"
+        )

@@ -11,9 +11,14 @@ from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
 
 def routed(*costs: float, num_cached_tokens: int = 0, is_held_back: bool = False) -> Placement:
     """Return the choice of replica 0 among those with these costs."""
-    because = "it costs least" + ("; a better one has more than its share of the requests" if is_held_back else "")
     candidates = tuple(Candidate(number, cost, 0) for number, cost in enumerate(costs))
-    return Placement(replica_id=0, because=because, candidates=candidates, num_cached_tokens=num_cached_tokens)
+    return Placement(
+        replica_id=0,
+        because="it costs least",
+        is_held_back=is_held_back,
+        candidates=candidates,
+        num_cached_tokens=num_cached_tokens,
+    )
 
 
 def answered(**fields: Any) -> ExchangeRecord:

@@ -18,7 +18,7 @@ import logging
 from expediter.telemetry.logging_setup import setup_logging
 setup_logging("gateway", log_format="{log_format}")
 logging.getLogger("expediter.door").warning('a "quoted"\\nmessage of %d lines', 2)
-logging.getLogger("uvicorn.access").info("GET /secret")
+logging.getLogger("asyncio").info("a slow callback of a secret")
 try:
     1 / 0
 except ZeroDivisionError:

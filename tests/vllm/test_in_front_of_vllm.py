@@ -134,10 +134,15 @@ def test_their_metrics_are_read(door: VllmDoor, pair: list[VllmServer]) -> None:
         wait_until(lambda: door.backends()[0]["num_running"] == 4, "the gateway sees them run")
         assert door.backends()[0]["kv_use"] > 0
         assert door.backends()[1]["num_running"] == 0
-        before = answered([idle])
-        for seed in range(3):
+        # They count as others' once several pages agree; until then ours alternate between two that seem idle.
+        num_in_a_row = 0
+        for seed in range(40):
+            before = answered([idle])
             door.complete(text(seed, 40))
-        assert answered([idle])[0] - before[0] == 3
+            num_in_a_row = num_in_a_row + 1 if answered([idle]) > before else 0
+            if num_in_a_row == 5:
+                break
+        assert num_in_a_row == 5, "it goes on sending to the busy one"
     finally:
         for stream in streams:
             stream.__exit__(None, None, None)

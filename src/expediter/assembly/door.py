@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,12 +31,12 @@ from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
-from expediter.gateway.everywhere import CONTROL, Everywhere
+from expediter.gateway.everywhere import CONTROL, Changes, Everywhere
 from expediter.gateway.explanations import Pool
 from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
 from expediter.gateway.http.wire import HttpLimits
-from expediter.gateway.openapi import openapi_route
+from expediter.gateway.openapi import OPERATIONS, Operation, openapi_route
 from expediter.gateway.processes import Sharing
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import TenantReload
@@ -49,6 +49,7 @@ from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.process_place import ALONE, ProcessPlace
 from expediter.telemetry.shown_backend import ShownBackend
 
+_CHANGES: Final = "changes"
 _GC_ALLOCATIONS: Final = 100_000
 """Objects made, less objects gone, before the garbage collector looks at the youngest."""
 
@@ -58,7 +59,7 @@ class OwnPool:
     """Our own replicas as the door sees them: one backend, which is asked in this process.
 
     Args:
-        app: their API.
+        app: their API. `operations`: what it takes and answers.
         models: names that clients may use for what they serve.
         registry: of their metrics.
         max_requests: that they have at once, running and waiting; more wait in the central queue.
@@ -68,6 +69,7 @@ class OwnPool:
 
     name: str
     app: Starlette
+    operations: Mapping[str, Operation]
     models: Sequence[str]
     supervisor: Supervisor
     registry: CollectorRegistry
@@ -139,7 +141,8 @@ class FrontDoor:
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
         routes = [*self._observing.main.routes(), *pages]
         described = [*routes, *([] if own is None else own.app.routes)]
-        openapi = openapi_route(described, sorted(MODEL_PATHS) if config.all_backends else ())
+        operations = OPERATIONS if own is None else own.operations
+        openapi = openapi_route(described, operations, sorted(MODEL_PATHS) if config.all_backends else ())
         app = build_app([*routes, openapi], None if own is None else own.app)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)
@@ -267,9 +270,13 @@ async def _admin_listeners(
         path.unlink(missing_ok=True)  # of a predecessor that was killed
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(str(path))
-        listeners.append(await _listening(front.admin("", reload), sock))
+        inner = front.admin("", reload)
+        listeners.append(await _listening(inner, sock))
+        await Changes(path.with_name(_CHANGES)).make(inner)
     if admin is not None:
-        app = Everywhere(front.admin(key, reload), place.others(CONTROL))
+        app = front.admin(key, reload)
+        if path is not None:
+            app = Everywhere(app, place.others(CONTROL), Changes(path.with_name(_CHANGES)))
         listeners.append(await _listening(app, admin))
     try:
         yield

@@ -70,6 +70,10 @@ _LEAST_TOKEN_S: Final = 1e-9
 """A replica never computes a prompt for nothing, or it would get them all."""
 
 
+def _no_idea() -> npt.NDArray[np.float64]:
+    return np.eye(len(_SCALE)) * 1e4
+
+
 class LearnedTtft:
     """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
 
@@ -81,7 +85,7 @@ class LearnedTtft:
 
     def __init__(self) -> None:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
-        self._covariance: npt.NDArray[np.float64] = np.eye(len(_SCALE)) * 1e4
+        self._covariance = _no_idea()
         self._fitted: list[float] = [0.0] * len(_SCALE)
         self._num_seen = self._num_offered = 0
         self._pace = 1.0
@@ -134,7 +138,12 @@ class LearnedTtft:
         if doubt > _NO_DOUBT:
             kept = _FORGETTING - (1 - _FORGETTING) / doubt
             self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
-        self._fitted = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        fitted: list[float] = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        if math.isfinite(sum(fitted)):
+            self._fitted = fitted
+        else:  # numbers too far apart for the arithmetic: what was known stays until enough is learned anew
+            self._weights[:] = 0.0
+            self._covariance = _no_idea()
 
 
 _SURE_S: Final = 30.0

@@ -1,4 +1,4 @@
-"""Changes at one process's admin API happen at all processes of the gateway."""
+"""Changes at one process's admin API happen at all processes of the gateway, and at those that are started later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +17,41 @@ logger = logging.getLogger(__name__)
 
 CONTROL: Final = "control"
 """Kind of the sockets where a process hears what was changed at another."""
+_RELOAD: Final = "/reload"
+_NOT_DONE: Final = 300
+"""A status from here on says that nothing has been changed."""
 _TIMEOUT_S: Final = 5.0
 _REASONS: Final = (OSError, TimeoutError)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A request that has changed something."""
+
+    method: str
+    path: str
+    body: str
+
+
+class Changes:
+    """All changes since the gateway's start, in a file: a process that is started again makes them, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, change: Change) -> None:
+        """Append a change."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(change) + b"\n")
+
+    async def make(self, app: ASGIApp) -> None:
+        """Make all changes at an admin API that has seen none of them, or some."""
+        if not self._path.exists():
+            return
+        for line in self._path.read_bytes().splitlines():
+            change = msgspec.json.decode(line, type=Change)
+            status, _ = await _call(app, _scope(change), change.body.encode())
+            if status >= _NOT_DONE:
+                logger.info("%s %s had been done already: %d", change.method, change.path, status)
 
 
 class Everywhere:
@@ -24,33 +59,55 @@ class Everywhere:
 
     Args:
         others: sockets of their admin APIs.
+        changes: where it is noted for those that come later.
     """
 
-    def __init__(self, app: ASGIApp, others: Sequence[Path]) -> None:
+    def __init__(self, app: ASGIApp, others: Sequence[Path], changes: Changes) -> None:
         self._app = app
         self._others = others
+        self._changes = changes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         body = await HttpRequest(scope, receive).body()
-        messages: list[Message] = []
-
-        async def receive_again() -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def hold(message: Message) -> None:
-            messages.append(message)
-
-        await self._app(scope, receive_again, hold)
-        if messages and messages[0].get("status", 500) < 300:
+        status, messages = await _call(self._app, scope, body)
+        if status < _NOT_DONE:
+            if scope["path"] != _RELOAD:  # who starts later reads the file anyway
+                self._changes.note(Change(scope["method"], scope["raw_path"].decode("ascii"), body.decode()))
             head = b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
             line = head % (scope["method"].encode("ascii"), scope["raw_path"])
             told = b"%bContent-Length: %d\r\n\r\n%b" % (line, len(body), body)
             await asyncio.gather(*(_tell(other, told) for other in self._others))
         for message in messages:
             await send(message)
+
+
+async def _call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, list[Message]]:
+    """Return what an application answers, and its status."""
+    messages: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    await app(scope, receive, send)
+    return (messages[0]["status"] if messages else 500), messages
+
+
+def _scope(change: Change) -> Scope:
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    return {
+        "type": "http",
+        "method": change.method,
+        "path": unquote(change.path),
+        "raw_path": change.path.encode("ascii"),
+        "query_string": b"",
+        "headers": headers,
+    }
 
 
 async def _tell(other: Path, request: bytes) -> None:

@@ -271,7 +271,7 @@ class GatewayMetrics:
 
 def cause_of(route: Placement) -> str:
     """Return why a backend was chosen: "bounded" (a better one was held back), "cached", "cost" or "turn"."""
-    if "; a better one" in route.because:
+    if route.is_held_back:
         return "bounded"
     if route.num_cached_tokens:
         return "cached"

@@ -18,7 +18,7 @@ _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def setup_logging(process: str, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
     """Send the records of this process to standard error.
 
-    Requests are logged by their ids only; uvicorn's access log stays off, since a URL may carry anything.
+    Requests are logged by their ids only: a URL may carry anything.
 
     Args:
         process: name of the process, put into each line.
@@ -32,8 +32,7 @@ def setup_logging(process: str, level: int = logging.INFO, log_format: LogFormat
         else logging.Formatter(_TEXT.replace("%(name)s", f"{process} %(name)s"))
     )
     logging.basicConfig(level=level, handlers=[handler])
-    for chatty in ("uvicorn.error", "uvicorn.access", "asyncio"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 class _JsonLines(logging.Formatter):

@@ -63,6 +63,7 @@ class Placement(NamedTuple):
     Attributes:
         replica_id: who computes its prompt, and the rest too unless that is handed off.
         because: what spoke for it, a clause of plain English.
+        is_held_back: a better one was to be had, and a bound kept the request from it.
         candidates: those that were compared, the chosen one first; not all of a large fleet.
         decode_id: who yields its tokens, where that is decided together with the prompt; None if it is not handed off,
             or `Router.hand_off` shall say so when the prompt is done.
@@ -73,6 +74,7 @@ class Placement(NamedTuple):
 
     replica_id: int
     because: str
+    is_held_back: bool = False
     candidates: Sequence[Candidate] = ()
     decode_id: int | None = None
     num_cached_tokens: int = 0

@@ -237,7 +237,8 @@ class ExploitOrExplore:
         return "recent load, what its cache would lose and the prompt itself cost least there"
 
     def placed(self, view: View, place: int) -> None:
-        self._load_s[view.members[place].slot] += view.prefill_s()[place]
+        member = view.members[place]
+        self._load_s[member.slot] += member.profile.speed.prefill_s(view.new[place], view.cached[place])
 
     @staticmethod
     def _lost_s(member: Member, num_new: int) -> float:

@@ -158,6 +158,7 @@ class Scored(HandsOffToLeastLoaded):
         return Placement(
             replica_id=member.snapshot.replica_id,
             because=self._scorer.because(view, place) + because,
+            is_held_back=bool(because),
             candidates=Weighed(view, costs, place),
             num_cached_tokens=view.cached[place],
         )
