@@ -87,11 +87,13 @@ def test_soak(door: FrontDoor, mocks: list[MockBackend]) -> None:
             await until(lambda: door.in_flight() == 0, 10, "nothing in flight")
             return door.rss_bytes(), door.num_fds()
 
-        await rounds(40)
+        await rounds(120)  # as many requests as the door remembers for who asks about them
         rss, fds = await rest()
         await rounds(120)
         assert (await rest())[0] - rss < 12 * MIB
         await until(lambda: door.num_fds() <= fds + 40, 10, "sockets closed")
+        for gauge in ("requests_in_flight", "queue_requests", "queue_tokens"):
+            assert f"expediter:gateway_{gauge} 0.0" in door.get("/metrics").body.decode()
         assert all(row["num_pending_tokens"] == 0 for row in door.backends().values())
 
     run(story(), 240)

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -36,7 +36,7 @@ from expediter.gateway.explanations import Pool
 from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
 from expediter.gateway.http.wire import HttpLimits
-from expediter.gateway.openapi import openapi_route
+from expediter.gateway.openapi import OPERATIONS, Operation, openapi_route
 from expediter.gateway.processes import Sharing
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import TenantReload
@@ -59,7 +59,7 @@ class OwnPool:
     """Our own replicas as the door sees them: one backend, which is asked in this process.
 
     Args:
-        app: their API.
+        app: their API. `operations`: what it takes and answers.
         models: names that clients may use for what they serve.
         registry: of their metrics.
         max_requests: that they have at once, running and waiting; more wait in the central queue.
@@ -69,6 +69,7 @@ class OwnPool:
 
     name: str
     app: Starlette
+    operations: Mapping[str, Operation]
     models: Sequence[str]
     supervisor: Supervisor
     registry: CollectorRegistry
@@ -140,7 +141,8 @@ class FrontDoor:
         pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
         routes = [*self._observing.main.routes(), *pages]
         described = [*routes, *([] if own is None else own.app.routes)]
-        openapi = openapi_route(described, sorted(MODEL_PATHS) if config.all_backends else ())
+        operations = OPERATIONS if own is None else own.operations
+        openapi = openapi_route(described, operations, sorted(MODEL_PATHS) if config.all_backends else ())
         app = build_app([*routes, openapi], None if own is None else own.app)
         self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
         self.listener = Listener(self.door, file.door.http)

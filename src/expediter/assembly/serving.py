@@ -20,6 +20,7 @@ from expediter.assembly.presets import Preset
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
 from expediter.engine.tokenizer import Tokenizer
+from expediter.gateway.api.operations import OWN_OPERATIONS
 from expediter.gateway.app import build_app
 from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.door.drain import Drain
@@ -172,6 +173,7 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 own = OwnPool(
                     name=OWN_BACKEND,
                     app=build_app(service, step_log, drain),
+                    operations=OWN_OPERATIONS,
                     models=config.model_names,
                     supervisor=supervisor,
                     registry=metrics.registry,

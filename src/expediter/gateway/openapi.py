@@ -12,16 +12,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expediter import __version__
-from expediter.gateway.api.completions import CompletionBody
-from expediter.gateway.api.messages_body import MessagesBody, PromptBody
-from expediter.gateway.api.responses_body import ResponsesBody
-from expediter.gateway.api.tokens import DetokenizeBody, TokenizeBody
 from expediter.gateway.bodies import refused_fields
-from expediter.gateway.chat_body import ChatBody
 
 PATH: Final = "/openapi.json"
-_JSON: Final = "application/json"
-_EVENTS: Final = "text/event-stream"
+JSON: Final = "application/json"
 _Object = dict[str, Any]
 
 
@@ -68,7 +62,7 @@ class Operation:
     summary: str
     body: type[msgspec.Struct] | None = None
     holds: tuple[str, ...] = ()
-    content: tuple[str, ...] = (_JSON,)
+    content: tuple[str, ...] = (JSON,)
     refuses: tuple[int, ...] = ()
     query: Mapping[str, str] | None = None
     error: type[msgspec.Struct] = Error
@@ -82,43 +76,8 @@ class Operation:
         return sorted({*any_path, *posted, *self.refuses})
 
 
-_STREAMED: Final = (_JSON, _EVENTS)
 _TEXT: Final = ("text/plain",)
-OPERATIONS: Final[dict[str, Operation]] = {
-    "/v1/chat/completions": Operation(
-        summary="Answer a conversation.",
-        body=ChatBody,
-        holds=("id", "object", "created", "model", "choices", "usage"),
-        content=_STREAMED,
-    ),
-    "/v1/completions": Operation(
-        summary="Continue texts.",
-        body=CompletionBody,
-        holds=("id", "object", "created", "model", "choices", "usage"),
-        content=_STREAMED,
-    ),
-    "/v1/responses": Operation(
-        summary="Answer a conversation; OpenAI's newer API, without state.",
-        body=ResponsesBody,
-        holds=("id", "object", "created_at", "status", "model", "output", "usage"),
-        content=_STREAMED,
-    ),
-    "/v1/messages": Operation(
-        summary="Answer a conversation; Anthropic's API.",
-        body=MessagesBody,
-        holds=("id", "type", "role", "model", "content", "stop_reason", "usage"),
-        content=_STREAMED,
-        error=MessagesError,
-    ),
-    "/v1/messages/count_tokens": Operation(
-        summary="Count the tokens of a conversation.", body=PromptBody, holds=("input_tokens",), error=MessagesError
-    ),
-    "/tokenize": Operation(
-        summary="Return the tokens of a text or a conversation.",
-        body=TokenizeBody,
-        holds=("count", "max_model_len", "tokens"),
-    ),
-    "/detokenize": Operation(summary="Return the text of tokens.", body=DetokenizeBody, holds=("prompt",)),
+OPERATIONS: Final[Mapping[str, Operation]] = {
     "/v1/models": Operation(summary="List the models.", holds=("object", "data")),
     "/v1/models/{name}": Operation(summary="Describe a model.", holds=("id", "object"), refuses=(404,)),
     "/health": Operation(summary="Say that the server is alive.", holds=("status",), is_open=True),
@@ -144,6 +103,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
     ),
     PATH: Operation(summary="Return this document.", holds=("openapi", "paths")),
 }
+"""What there is with and without replicas of our own; `api.operations` has those that only they serve."""
 _REASONS: Final = {
     400: "The request can never be served as it is; `param` names the field.",
     401: "A valid API key is needed.",
@@ -157,15 +117,16 @@ _REASONS: Final = {
 }
 
 
-def document(paths: Sequence[str], forwarded: Sequence[str] = ()) -> _Object:
+def document(paths: Sequence[str], operations: Mapping[str, Operation], forwarded: Sequence[str] = ()) -> _Object:
     """Return the document for the routes at these paths.
 
     Args:
+        operations: what they do, and maybe others.
         forwarded: paths whose requests are passed on to backends as they are; what those take is theirs to say.
     Raises:
         KeyError: one of them is not described here.
     """
-    described = {path: OPERATIONS[path] for path in paths}
+    described = {path: operations[path] for path in paths}
     kinds: list[type[msgspec.Struct]] = [Error, MessagesError]
     kinds += [operation.body for operation in described.values() if operation.body is not None]
     references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -196,16 +157,16 @@ def document(paths: Sequence[str], forwarded: Sequence[str] = ()) -> _Object:
 _FORWARDED: Final[_Object] = {
     "post": {
         "summary": "Pass a request on to a backend that serves its model.",
-        "requestBody": {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}},
+        "requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object"}}}},
         "responses": {"default": {"description": "As the backend answers, or an error of the gateway's own."}},
     }
 }
 
 
 def _path(path: str, operation: Operation, reference_of: Mapping[type[msgspec.Struct], _Object]) -> _Object:
-    error = {"content": {_JSON: {"schema": reference_of[operation.error]}}}
+    error = {"content": {JSON: {"schema": reference_of[operation.error]}}}
     answer = {"type": "object", "required": list(operation.holds)}
-    content = {kind: {"schema": answer} if kind == _JSON else {} for kind in operation.content}
+    content = {kind: {"schema": answer} if kind == JSON else {} for kind in operation.content}
     told: _Object = {
         "summary": operation.summary,
         "responses": {
@@ -227,16 +188,18 @@ def _path(path: str, operation: Operation, reference_of: Mapping[type[msgspec.St
         told["parameters"] = parameters
     if operation.body is None:
         return {"get": told}
-    told["requestBody"] = {"required": True, "content": {_JSON: {"schema": reference_of[operation.body]}}}
+    told["requestBody"] = {"required": True, "content": {JSON: {"schema": reference_of[operation.body]}}}
     return {"post": told}
 
 
-def openapi_route(routes: Iterable[BaseRoute], forwarded: Sequence[str] = ()) -> Route:
+def openapi_route(
+    routes: Iterable[BaseRoute], operations: Mapping[str, Operation], forwarded: Sequence[str] = ()
+) -> Route:
     """Return the route of the document that describes these routes and itself."""
     paths = dict.fromkeys(route.path.replace("{name:path}", "{name}") for route in routes if isinstance(route, Route))
-    raw = msgspec.json.encode(document([*paths, PATH], forwarded))
+    raw = msgspec.json.encode(document([*paths, PATH], operations, forwarded))
 
     async def describe(_: HttpRequest) -> Response:
-        return Response(raw, media_type=_JSON)
+        return Response(raw, media_type=JSON)
 
     return Route(PATH, describe, methods=["GET"])

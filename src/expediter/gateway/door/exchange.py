@@ -30,7 +30,8 @@ from expediter.gateway.door.bodies import decode_door_body, with_model
 from expediter.gateway.door.heads import OWN_ID, TRACEPARENT, forwarded_headers, request_line
 from expediter.gateway.door.own_answer import OwnAnswer
 from expediter.gateway.door.parts import DoorParts
-from expediter.gateway.door.relay import SERVER_ERROR, Answered, Relay
+from expediter.gateway.door.relay import SERVER_ERROR, Relay
+from expediter.gateway.door.usage import Answered
 from expediter.gateway.errors import ApiError, deadline_exceeded, over_limit
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.wire import Headers, HttpRequest, repeatable
@@ -41,9 +42,6 @@ from expediter.telemetry.trace_context import TraceContext, new_id
 
 _DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Reserved, and expected, for a request that does not say how much it wants at most."""
-_ENVELOPE_BYTES: Final = 320
-"""Of an answer in one piece, beside its text."""
-_BYTES_PER_TOKEN: Final = 4
 _NO_TERMS: Final = Terms()
 _EXPIRED_STATUS: Final = 504
 """What our own API says of a request whose deadline has passed before it was started, and of nothing else."""
@@ -335,14 +333,15 @@ class Exchange:
 
     # ---- the client, and time
 
-    def client_left(self) -> None:
-        """The client has closed its connection: nobody works for it any longer."""
+    def client_left(self, answered: Answered | None = None) -> None:
+        """The client has closed its connection: nobody works for it any longer. What it has had counts."""
         now_s = time.monotonic()
         if self._relay is not None:
+            answered = self._relay.so_far()
             self._relay.cancel()
         if self._dispatch is not None:
             self._dispatch.ended(Outcome.CLIENT_GONE, now_s)
-        self._finish(_GONE_STATUS, Outcome.CLIENT_GONE, now_s)
+        self._finish(_GONE_STATUS, Outcome.CLIENT_GONE, now_s, answered=answered)
 
     def _slow_down(self) -> None:
         if self._relay is not None:
@@ -412,12 +411,10 @@ class Exchange:
         """Return prompt and output tokens, as the backend said or as well as can be told from sizes."""
         if answered is not None and answered.usage is not None:
             return answered.usage.num_prompt_tokens, answered.usage.num_output_tokens
-        num_prompt = self.core.num_prompt_tokens if self._first_byte_s is not None else 0
-        if answered is None or answered.status >= 400:
-            return num_prompt, 0
-        if self._is_stream:
-            return num_prompt, answered.num_events
-        return num_prompt, max(1, (answered.num_bytes - _ENVELOPE_BYTES) // _BYTES_PER_TOKEN)
+        if self._first_byte_s is None:
+            return 0, 0
+        num_output = 0 if answered is None else answered.num_output_tokens(is_stream=self._is_stream)
+        return self.core.num_prompt_tokens, num_output
 
     def record(self, now_s: float) -> ExchangeRecord:
         """Return what there is to say of it while it goes on."""

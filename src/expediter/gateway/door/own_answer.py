@@ -8,8 +8,9 @@ from starlette.types import ASGIApp
 
 from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
-from expediter.gateway.door.relay import Answered, Asker
+from expediter.gateway.door.relay import Asker
 from expediter.gateway.door.told import TOLD, Told
+from expediter.gateway.door.usage import Answered
 from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.wire import HttpRequest
@@ -60,6 +61,6 @@ class OwnAnswer:
         if is_whole:
             self._asker.answered(answered, now_s)
         elif is_gone:
-            self._asker.client_left()
+            self._asker.client_left(answered)
         else:
             self._asker.broke(self._status, None, now_s)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from expediter.control.health import Failure
 from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
 from expediter.gateway.door.heads import framed_head, passed_headers
 from expediter.gateway.door.patience import Patience, Silence, size_of
-from expediter.gateway.door.usage import TAIL_BYTES, usage_of
+from expediter.gateway.door.usage import TAIL_BYTES, Answered, usage_of
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.upstream import ResponseHead, UpstreamCall, UpstreamFailure, UpstreamPool
 
@@ -28,20 +28,6 @@ _FAILURES: Final = {
     UpstreamFailure.BROKEN: Failure.BROKEN,
     UpstreamFailure.PROTOCOL: Failure.BROKEN,
 }
-
-
-class Answered(NamedTuple):
-    """A response that has come to its end.
-
-    Attributes:
-        usage: as the backend said, None if it did not.
-        num_bytes, num_events: of the body.
-    """
-
-    status: int
-    usage: Usage | None
-    num_bytes: int
-    num_events: int
 
 
 class Asker(Protocol):
@@ -66,8 +52,8 @@ class Asker(Protocol):
     def broke(self, status: int, failure: Failure | None, now_s: float) -> None:
         """The response broke off; the client knows. None: our own part failed."""
 
-    def client_left(self) -> None:
-        """The client has left, and whoever answered it has noticed."""
+    def client_left(self, answered: Answered | None = None) -> None:
+        """The client has left, and whoever answered it has noticed; with what had come of the answer."""
 
 
 class Relay:
@@ -131,6 +117,12 @@ class Relay:
         if self._call is not None:
             self._call.cancel()
             self._call = None
+
+    def so_far(self) -> Answered | None:
+        """Return what has come of the response, None before its body's first byte."""
+        if self.first_byte_s is None or self._head is None:
+            return None
+        return Answered(self._head.status, None, self._num_bytes, self._num_events)
 
     def pause(self) -> None:
         """The client reads too slowly: take no more from the backend."""

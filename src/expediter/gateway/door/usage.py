@@ -1,8 +1,11 @@
-"""What a response says of its tokens, read from its last bytes; nothing else of it is looked at."""
+"""What a response says of its tokens, read from its last bytes; nothing else of it is looked at.
+
+Where it says nothing, its size has to do.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -10,8 +13,36 @@ from expediter.gateway.backends.backend import Usage
 
 TAIL_BYTES: Final = 4096
 """Of a response's end; usage stands there in all formats."""
+_FIRST_ERROR: Final = 400
+_ENVELOPE_BYTES: Final = 320
+"""Of an answer in one piece, beside its text."""
+_BYTES_PER_TOKEN: Final = 4
 _KEY: Final = b'"usage":'
 _MAX_USAGE_BYTES: Final = 2048
+
+
+class Answered(NamedTuple):
+    """A response, or what has come of one.
+
+    Attributes:
+        usage: as the backend said, None if it did not.
+        num_bytes, num_events: of the body.
+    """
+
+    status: int
+    usage: Usage | None
+    num_bytes: int
+    num_events: int
+
+    def num_output_tokens(self, *, is_stream: bool) -> int:
+        """Return how many tokens were computed, as the backend said or as well as can be told: one per event."""
+        if self.usage is not None:
+            return self.usage.num_output_tokens
+        if self.status >= _FIRST_ERROR:
+            return 0
+        if is_stream:
+            return self.num_events
+        return max(1, (self.num_bytes - _ENVELOPE_BYTES) // _BYTES_PER_TOKEN)
 
 
 class _Details(msgspec.Struct):
