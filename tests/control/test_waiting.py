@@ -226,6 +226,15 @@ def test_a_flood_keeps_nobody_else_out():
     assert len(queue) == 10
 
 
+def test_halves_are_not_fought_over():
+    queue = make(max_requests=9)
+    for number in range(9):
+        queue.offer(request(f"a{number}", tenant="a"), 0.0)
+    accepted = [queue.offer(request(f"b{number}", tenant="b"), 0.0) is None for number in range(9)]
+    assert sum(accepted) == 4, "with a fifth it would have as much as is left to the other, who would take it back"
+    assert queue.offer(request("a9", tenant="a"), 0.0) is not None
+
+
 def test_a_large_prompt_does_not_push_out_many_small_ones_of_a_smaller_share():
     queue = make(max_requests=100, max_tokens=1000)
     for number in range(10):
@@ -255,14 +264,15 @@ def drained(queue, seconds, per_second):
     return now_s
 
 
-def test_each_that_is_turned_away_comes_back_after_the_one_before():
+@pytest.mark.parametrize("tokens", [1, 10])
+def test_each_that_is_turned_away_comes_back_after_the_one_before(tokens):
     queue = make(max_requests=60)
     for number in range(60):
         queue.offer(request(f"r{number}"), 0.0)
     now_s = drained(queue, 10, 2)
     for number in range(20):
         queue.offer(request(f"n{number}", at_s=now_s), now_s)
-    times = [queue.offer(request(f"x{number}", at_s=now_s), now_s).retry_after_s for number in range(100)]
+    times = [queue.offer(request(f"x{number}", tokens, at_s=now_s), now_s).retry_after_s for number in range(100)]
     assert times[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0], rel=0.01)
     assert times == sorted(times)
     assert times[-1] == pytest.approx(30.0, rel=0.01)  # all 60 that wait are gone by then
