@@ -446,7 +446,8 @@ class Backends:
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
-        was_out, did_serve = self.health.num_out, self.health.serves(backend.replica_id)
+        was_out = self.health.num_out
+        did_serve = not was_out or self.health.serves(backend.replica_id)
         tell(backend.replica_id, now_s)
         if self.health.num_out < was_out:
             if not did_serve:
