@@ -281,6 +281,11 @@ class Fleet:
         self._refresh()
         return self._members[replica_id].snapshot
 
+    def queue_s(self, replica_id: int) -> float:
+        """Return how long what was sent to a replica keeps it busy before a new prompt's turn comes."""
+        self._refresh()
+        return self._members[replica_id].queue_s
+
     def num_requests(self, side: Side) -> int:
         """Return the requests of all who do that."""
         self._refresh()

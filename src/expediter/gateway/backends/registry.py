@@ -282,7 +282,8 @@ class Backends:
         backend = self._backends[decision.replica_id]
         speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
-            predicted_s = backend.queue_s(speed) + speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
+            own_s = speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
+            predicted_s = self._fleets.queue_s(model, backend) + own_s
         return Chosen(backend, decision, model, predicted_s)
 
     def _back_in_s(self, backend: Backend, now_s: float) -> float:
