@@ -23,7 +23,7 @@ class LearnedSpeed:
 
     def __init__(self) -> None:
         self._model = OnlineStepTime()
-        self._num_seen = self._num_offered = 0
+        self._num_seen = 0
 
     def observe(self, step_id: int, features: StepFeatures, elapsed_s: float, budget_tokens: int) -> Speed | None:
         """Learn from a step; return the speed whenever enough is new, None in between."""
@@ -53,8 +53,7 @@ class Answer(NamedTuple):
 
 
 _FIRST_ANSWERS: Final = 16
-_SPARSE_AFTER: Final = 128
-_EVERY: Final = 4
+_SURE_ANSWERS: Final = 128
 _FORGETTING: Final = 0.995
 _NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
@@ -77,17 +76,17 @@ def _no_idea() -> npt.NDArray[np.float64]:
 class LearnedTtft:
     """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
 
-    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps, from
-    every answer at first and from one in four later, so that it costs next to nothing. What is fitted says how the
-    parts compare. How fast the replica is at the moment, a smoothed ratio of what answers take to what was fitted says:
-    slow answers weigh little in relative errors, and somebody else's burst shall count while it lasts.
+    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps. What is
+    fitted says how the parts compare. How fast the replica is at the moment, a smoothed ratio of what answers take to
+    what was fitted says: slow answers weigh little in relative errors, and somebody else's burst shall count while it
+    lasts.
     """
 
     def __init__(self) -> None:
         self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
         self._covariance = _no_idea()
         self._fitted: list[float] = [0.0] * len(_SCALE)
-        self._num_seen = self._num_offered = 0
+        self._num_seen = 0
         self._pace = 1.0
 
     @property
@@ -95,10 +94,10 @@ class LearnedTtft:
         """Whether enough was seen for `speed` to say something."""
         return self._num_seen >= _FIRST_ANSWERS
 
-    def wants(self) -> bool:
-        """Return whether the next answer is to be learned from: the first ones all, one in four later."""
-        self._num_offered += 1
-        return self._num_offered <= _SPARSE_AFTER or self._num_offered % _EVERY == 0
+    @property
+    def is_sure(self) -> bool:
+        """Whether so much was seen that not every answer need be learned from."""
+        return self._num_seen >= _SURE_ANSWERS
 
     def observe(self, answer: Answer) -> None:
         """Learn from an answer."""
@@ -111,8 +110,7 @@ class LearnedTtft:
         if self.is_enough and expected_s > 0:
             ratio = min(_MAX_RATIO, max(1 / _MAX_RATIO, elapsed_s / expected_s))
             self._pace += _PACE_RATE * (ratio - self._pace)
-        if self._num_seen <= _SPARSE_AFTER or self._num_seen % 2:
-            self._fit(answer)
+        self._fit(answer)
 
     def speed(self) -> Speed:
         """Return what is known. How much of the overhead is a step's own time cannot be told from answers; some is."""

@@ -213,6 +213,7 @@ def _odd_numbers(seed: int) -> npt.NDArray[np.uint64]:
 
 
 _ONE: Final = np.uint64(1)
+_ALL_BITS: Final = (1 << 64) - 1
 # The same in every process: keys of two processes can be compared.
 _TOKEN_FACTORS: Final = _odd_numbers(0x5EED)
 _PLACE_FACTORS: Final = _odd_numbers(0xF00D)
@@ -248,8 +249,9 @@ def continued_keys(tokens: TokenArray, key: int, num_blocks_before: int, block_t
     factors = _first(_TOKEN_FACTORS, block_tokens)
     blocks = tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens).astype(np.uint64) @ factors
     blocks += _ONE  # a block of zeros is not nothing
-    blocks *= _first(_PLACE_FACTORS, num_blocks_before + num_blocks)[num_blocks_before:]
-    blocks[:1] += np.uint64(key)
+    places = _first(_PLACE_FACTORS, num_blocks_before + num_blocks)
+    blocks *= places[num_blocks_before:] if num_blocks_before else places
+    blocks[0] = (int(blocks[0]) + key) & _ALL_BITS
     keys: PrefixKeys = blocks.cumsum().tolist()
     return keys
 

@@ -12,6 +12,8 @@ from expediter.gateway.backends.backend import Backend, Dispatch, Usage
 
 _SMOOTHING: Final = 0.05
 _A_PROMPT: Final = 512.0
+_LEARN_EVERY_S: Final = 0.05
+"""Per backend, once its speed is known: however many answer, learning costs next to nothing."""
 _COMPARE_EVERY_S: Final = 0.05
 """Comparing costs more than learning."""
 
@@ -21,7 +23,7 @@ class _Learner:
     """What is learned of one backend.
 
     Attributes:
-        heard_s: when it last said something about its speed.
+        heard_s: when it last said something about its speed that was learned.
         tokens_ratio: tokens of prompts as the door counts them for each one of its own, smoothed.
     """
 
@@ -60,9 +62,9 @@ class Speeds:
         learner = self._learners.get(dispatch.backend.replica_id)
         if learner is None or dispatch.first_byte_s is None or (usage is None and not dispatch.is_stream):
             return
-        learner.heard_s = dispatch.first_byte_s
-        if not learner.learned.wants():
+        if learner.learned.is_sure and dispatch.first_byte_s < learner.heard_s + _LEARN_EVERY_S:
             return
+        learner.heard_s = dispatch.first_byte_s
         num_new, num_output = dispatch.num_new, 0
         if usage is not None:
             if usage.num_prompt_tokens > 0:
