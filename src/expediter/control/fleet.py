@@ -281,10 +281,16 @@ class Fleet:
         self._refresh()
         return self._members[replica_id].snapshot
 
+    def queue_s(self, replica_id: int) -> float:
+        """Return how long what was sent to a replica keeps it busy before a new prompt's turn comes."""
+        self._refresh()
+        return self._members[replica_id].queue_s
+
     def num_requests(self, side: Side) -> int:
         """Return the requests of all who do that."""
         self._refresh()
-        return sum(self._num_requests[role] for role in _ROLES_OF[side])
+        own, mixed = _ROLES_OF[side]
+        return self._num_requests[own] + self._num_requests[mixed]
 
     def least(self, load: Load, side: Side) -> ReplicaSnapshot | None:
         """Return who has the least load, of equals the one dispatched to longest ago; None if nobody does that.

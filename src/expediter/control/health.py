@@ -188,12 +188,15 @@ class FleetHealth:
 
     def succeeded(self, replica_id: int, now_s: float) -> None:
         """Hear that a request was answered to its end, with whatever status below 500."""
-        self.answered(replica_id, now_s)
         member = self._members.get(replica_id)
-        if member is not None:
-            self._fade(member, now_s)
-            member.num_ok += 1
-            member.num_failures_in_a_row = 0
+        if member is None:
+            return
+        if member.is_asked or member.state is not HealthState.UP:
+            self.answered(replica_id, now_s)
+        member.heard_s = max(member.heard_s, now_s)
+        self._fade(member, now_s)
+        member.num_ok += 1
+        member.num_failures_in_a_row = 0
 
     def failed(self, replica_id: int, failure: Failure, now_s: float, *, is_trial: bool = False) -> bool:
         """Hear that a request failed; return whether that ends the replica's service now.

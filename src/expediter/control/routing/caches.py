@@ -46,7 +46,7 @@ class IndexedCaches:
 
     def cached(self, query: RouteQuery, fleet: Fleet) -> Mapping[int, int]:
         self._follow(fleet)
-        found, num_tokens = self.index.match(self.keys(query.request)), query.num_prompt_tokens
+        found, num_tokens = self.index.match(self.keys(query.request)), len(query.request.prompt)
         if found and found[-1][0] == num_tokens:
             found[-1] = num_tokens - 1, found[-1][1]
         return cached_tokens(found)

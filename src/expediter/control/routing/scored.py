@@ -37,7 +37,7 @@ class View:
     @classmethod
     def of(cls, query: RouteQuery, fleet: Fleet, caches: CacheView) -> View | None:
         """Return a request before a fleet; None if nobody there computes prompts."""
-        members, num_tokens = fleet.members("prefill"), query.num_prompt_tokens
+        members, num_tokens = fleet.members("prefill"), len(query.request.prompt)
         if not members:
             return None
         held = caches.cached(query, fleet)

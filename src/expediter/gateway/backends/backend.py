@@ -149,13 +149,6 @@ class Backend:
         """Requests that decode there, those of others too as far as it reports them."""
         return self.num_answered + (0 if self.reported is None else self.reported.num_others)
 
-    def queue_s(self, speed: Speed) -> float:
-        """Return how long it takes until a new prompt's turn comes."""
-        num_pending = self.num_pending_tokens + self.elsewhere.num_pending_tokens
-        num_context = self.num_context_tokens + self.elsewhere.num_context_tokens - num_pending
-        num_waiting = self.num_in_flight - self.num_answered
-        return speed.queue_s(num_pending, num_waiting, self.num_running, num_context)
-
     def heard_s(self) -> float:
         """Return when anything of a response last came from it, or when it was first sent something after idling."""
         began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)

@@ -118,6 +118,10 @@ class ModelFleets:
         decision = group.router.route(RouteQuery(request, now_s), group.fleet)
         return decision if isinstance(decision, Placement) else None
 
+    def queue_s(self, model: str, backend: Backend) -> float:
+        """Return how long it takes until a new prompt's turn comes at a backend."""
+        return self._groups[model].fleet.queue_s(backend.replica_id)
+
     def is_full(self, model: str, excluded: Container[int]) -> bool:
         """Return whether somebody who could take a request for a model lacks only room."""
         group = self._groups[model]

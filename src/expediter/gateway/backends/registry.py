@@ -282,7 +282,8 @@ class Backends:
         backend = self._backends[decision.replica_id]
         speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
-            predicted_s = backend.queue_s(speed) + speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
+            own_s = speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
+            predicted_s = self._fleets.queue_s(model, backend) + own_s
         return Chosen(backend, decision, model, predicted_s)
 
     def _back_in_s(self, backend: Backend, now_s: float) -> float:
@@ -446,7 +447,8 @@ class Backends:
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
-        was_out, did_serve = self.health.num_out, self.health.serves(backend.replica_id)
+        was_out = self.health.num_out
+        did_serve = not was_out or self.health.serves(backend.replica_id)
         tell(backend.replica_id, now_s)
         if self.health.num_out < was_out:
             if not did_serve:
