@@ -36,14 +36,13 @@ MODEL_PATHS: Final = frozenset(
 """Paths whose POST is for a model and may be answered by any backend that serves it."""
 _SWEEP_S: Final = 0.1
 _CLIENT: Final = "client"
-_LARGE_DIGITS: Final = 6
+_LARGE_BYTES: Final = 100_000
 """Of the length of a body that is worth a look at its tenant's limits before it is read."""
 
 
 def _is_large(request: HttpRequest) -> bool:
     """Return whether a body has 100,000 bytes or more, or does not say how many."""
-    length = request.fields.get(b"content-length")
-    return length is None or len(length) >= _LARGE_DIGITS
+    return request.length is None or request.length >= _LARGE_BYTES
 
 
 class Counts(Protocol):

@@ -12,6 +12,7 @@ _TO_BACKEND: Final = frozenset({b"content-type", b"accept", b"user-agent", TRACE
 _TO_BACKEND_PREFIXES: Final = (b"x-session-", b"openai-", b"anthropic-")
 _TO_CLIENT: Final = frozenset({b"content-type", b"content-encoding", b"retry-after", b"cache-control"})
 _TO_CLIENT_PREFIXES: Final = (b"openai-", b"x-ratelimit-", b"anthropic-")
+_PASSED: Final = "passed"
 OWN_ID: Final = b"x-expediter-request-id"
 """Tells a backend that is an Expediter the door's id of a request, so that both parts of its story can be joined."""
 
@@ -23,15 +24,17 @@ def forwarded_headers(request: HttpRequest, request_id: bytes, shown_id: bytes, 
         request_id: the door's. `shown_id`: the client's own, or the door's.
         is_traced: each attempt has a span of its own, which stands for the client's as the backend's parent.
     """
-    parts: list[bytes] = []
-    for name, value in request.headers:
-        if is_traced and name == TRACEPARENT:
-            continue
-        if name in _TO_BACKEND or name.startswith(_TO_BACKEND_PREFIXES):
-            parts += (name, b": ", value, b"\r\n")
-    parts += (b"x-request-id: ", shown_id, b"\r\n", OWN_ID, b": ", request_id, b"\r\n")
-    parts.append(b"content-length: %d\r\n\r\n" % len(request.body))
-    return b"".join(parts)
+    passed = request.memory.get(_PASSED)
+    if not isinstance(passed, bytes):
+        parts: list[bytes] = []
+        for name, value in request.headers:
+            if is_traced and name == TRACEPARENT:
+                continue
+            if name in _TO_BACKEND or name.startswith(_TO_BACKEND_PREFIXES):
+                parts += (name, b": ", value, b"\r\n")
+        passed = request.memory[_PASSED] = b"".join(parts)
+    ids = b"x-request-id: %b\r\n%b: %b\r\n" % (shown_id, OWN_ID, request_id)
+    return b"%b%bcontent-length: %d\r\n\r\n" % (passed, ids, len(request.body))
 
 
 def request_line(
@@ -63,10 +66,13 @@ def passed_headers(head: ResponseHead, shown_id: bytes) -> Headers:
 
 def framed_head(head: ResponseHead, shown_id: bytes) -> bytes:
     """Return the head for a body that is passed on with its framing, without the last line."""
-    parts = [status_line(head.status)]
-    for name, value in head.headers:
-        if name in _TO_CLIENT or name.startswith(_TO_CLIENT_PREFIXES):
-            parts += (name, b": ", value, b"\r\n")
-    parts += (b"x-request-id: ", shown_id, b"\r\n")
-    parts.append(CHUNKED_HEADER if head.is_chunked else b"content-length: %d\r\n" % (head.length or 0))
-    return b"".join(parts)
+    passed = head.memory.get(_PASSED)
+    if passed is None:
+        parts = [status_line(head.status)]
+        for name, value in head.headers:
+            if name in _TO_CLIENT or name.startswith(_TO_CLIENT_PREFIXES):
+                parts += (name, b": ", value, b"\r\n")
+        passed = head.memory[_PASSED] = b"".join(parts)
+    if head.is_chunked:
+        return b"%bx-request-id: %b\r\n%b" % (passed, shown_id, CHUNKED_HEADER)
+    return b"%bx-request-id: %b\r\ncontent-length: %d\r\n" % (passed, shown_id, head.length or 0)

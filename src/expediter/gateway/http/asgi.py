@@ -148,6 +148,9 @@ class AsgiApplication:
 
 def _scope(request: HttpRequest) -> dict[str, Any]:
     raw_path = request.target.partition(b"?")[0]
+    headers = request.headers
+    if request.length is not None:
+        headers = [*headers, (b"content-length", b"%d" % request.length)]
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -159,7 +162,7 @@ def _scope(request: HttpRequest) -> dict[str, Any]:
         "query_string": request.query,
         "arrived_s": request.arrived_s,
         "root_path": "",
-        "headers": request.headers,
+        "headers": headers,
         "client": request.peer,
         "server": request.sock,
         "state": {},

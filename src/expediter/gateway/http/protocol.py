@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httptools
 
+from expediter.gateway.http.known_heads import KnownHeads, split_head
 from expediter.gateway.http.reply import Answer, Application, Reply
 from expediter.gateway.http.wire import CLOSE_HEADER, KEEP_ALIVE_HEADER, Headers, HttpLimits, HttpRequest
 
@@ -77,7 +78,8 @@ class HttpConnection(asyncio.Protocol):
         self.write_deadline_s = _NEVER
         self._limits = state.limits
         self._max_head_bytes = state.limits.max_head_bytes
-        self._memory: dict[str, object] = {}
+        self._known = KnownHeads()
+        self._head_rest: bytes | None = None  # of the request that is read, if it came in one piece
         self._transport: Any = None
         self._parser = httptools.HttpRequestParser(self)
         self._turns: deque[_Turn] = deque()
@@ -138,7 +140,10 @@ class HttpConnection(asyncio.Protocol):
         if self._is_deaf:
             return
         if not self._in_message and self._reply is None:
-            self.deadline_s = time.monotonic() + self._limits.head_timeout_s
+            now_s = time.monotonic()
+            if self._take_known(data, now_s):
+                return
+            self.deadline_s = now_s + self._limits.head_timeout_s
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -150,6 +155,26 @@ class HttpConnection(asyncio.Protocol):
                 self._head_bytes += len(data)
                 if self._head_bytes > 2 * self._max_head_bytes:
                     self._turn_away(self._state.app.refuse(431, "the head of the request is too large"))
+
+    def _take_known(self, data: bytes, now_s: float) -> bool:
+        """Take a whole request in whose head was seen before; return False if it is none."""
+        self._head_rest = None
+        split = split_head(data)
+        if split is None:
+            return False
+        if len(data) != split.body_at + split.length or split.length > self._limits.max_body_bytes:
+            return False
+        request = self._known.request(split, data[split.body_at :], now_s)
+        if request is None:
+            self._head_rest = split.rest
+            return False
+        refusal = self._state.app.admit(request)
+        if refusal is not None:
+            self._request = request
+            self._turn_away(refusal)
+        else:
+            self._answer(request, True, None)
+        return True
 
     def close(self) -> None:
         """Close once everything that was written has gone out, or the client has refused to read it for too long."""
@@ -198,8 +223,7 @@ class HttpConnection(asyncio.Protocol):
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         request = HttpRequest(method, self._target, version, self._headers, now_s, self._peer, self._sock)
         self._request = request
-        request.memory = self._memory
-        length, fault = _check_head(request)
+        fault = _fault(request)
         if len(self._headers) > self._limits.max_headers:
             raise self._refusal(431, f"more than {self._limits.max_headers} headers")
         if fault:
@@ -207,7 +231,7 @@ class HttpConnection(asyncio.Protocol):
         self._upgrades = parser.should_upgrade()
         if self._upgrades and method == "CONNECT":
             raise self._refusal(400, "CONNECT is not supported")
-        if length > self._limits.max_body_bytes:
+        if (request.length or 0) > self._limits.max_body_bytes:
             raise self._body_refusal()
         refusal = self._state.app.admit(request)
         if refusal is not None:
@@ -237,6 +261,9 @@ class HttpConnection(asyncio.Protocol):
         body = self._body
         request.body = body[0] if len(body) == 1 else b"".join(body)
         self._forget_body()
+        if self._head_rest is not None and keeps_alive:
+            self._known.learn(self._head_rest, request)
+            self._head_rest = None
         self._request = None
         self._in_message = False
         self._head_bytes = 0
@@ -296,6 +323,8 @@ class HttpConnection(asyncio.Protocol):
         assert request is not None
         kept = [pair for pair in request.headers if pair[0] not in {b"upgrade", b"http2-settings", b"connection"}]
         line = b"%b %b HTTP/%b\r\n" % (request.method.encode(), request.target, request.version.encode())
+        if request.length is not None:
+            kept.append((b"content-length", b"%d" % request.length))
         head = b"".join(b"%b: %b\r\n" % pair for pair in kept)
         self._parser = httptools.HttpRequestParser(self)
         self._reset()
@@ -381,17 +410,17 @@ def _address(found: object) -> tuple[str, int] | None:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple | list) and len(found) >= 2 else None
 
 
-def _check_head(request: HttpRequest) -> tuple[int, str]:
-    """Return the length that a head announces, 0 if it does not, and what is wrong with it, "" if nothing.
+def _fault(request: HttpRequest) -> str:
+    """Return what is wrong with a head, "" if nothing.
 
     httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
     """
     version, fields = request.version, request.fields
     if version not in {"1.0", "1.1"}:
-        return 0, "the version of HTTP is not supported"
+        return "the version of HTTP is not supported"
     encoding = fields.get(b"transfer-encoding")
     if encoding is not None and (version == "1.0" or encoding.lower() != b"chunked"):
-        return 0, "the transfer encoding is not supported"
+        return "the transfer encoding is not supported"
     if (b"host" not in fields and version == "1.1") or request.repeats(b"host"):
-        return 0, "exactly one Host header is needed"
-    return int(fields.get(b"content-length", b"0")), ""
+        return "exactly one Host header is needed"
+    return ""

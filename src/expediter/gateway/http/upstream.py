@@ -12,11 +12,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from expediter.core.errors import ConfigurationError
 from expediter.gateway.http.chunks import ChunkError, ChunkTracker
+from expediter.gateway.http.known_heads import without_length
 from expediter.gateway.http.wire import BODILESS, Headers
 
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r\n")
 _HEADER: Final = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*?)[ \t]*\r\n")
 _MAX_HEAD_BYTES: Final = 65536
+_MAX_HEADS: Final = 64
 _JOIN_BYTES: Final = 65536
 """A request up to here goes out as one piece; above, copying it would cost more than a second write."""
 
@@ -51,14 +53,17 @@ class ResponseHead(NamedTuple):
     """Status and headers of a response.
 
     Attributes:
+        headers: but for Content-Length.
         length: of the body, None if it is chunked or ends with the connection.
         is_chunked: body bytes come with their framing.
+        memory: for what is made of the headers; heads that differ in their length alone share it.
     """
 
     status: int
     headers: Headers
     length: int | None
     is_chunked: bool
+    memory: dict[str, bytes]
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first header of this name, in lower case."""
@@ -181,6 +186,7 @@ class UpstreamPool:
     def __init__(self, address: Address) -> None:
         self.address = address
         self._idle: list[_Connection] = []
+        self._heads: dict[bytes, tuple[ResponseHead, bool]] = {}
         self._is_closed = False
 
     def send(self, head: bytes, body: bytes, listener: UpstreamListener, *, unwraps: bool = False) -> UpstreamCall:
@@ -215,6 +221,22 @@ class UpstreamPool:
                     lambda: _Connection(self), address.host, address.port, ssl=address.ssl
                 )
         return connection
+
+    def parse_head(self, raw: bytes) -> tuple[ResponseHead, bool]:
+        """As `parse_response_head`; a head that differs from an earlier one in its length alone is known."""
+        parts = without_length(raw)
+        if parts is None:
+            return parse_response_head(raw)
+        known = self._heads.get(parts[0])
+        if known is None:
+            known = parse_response_head(raw)
+            if known[0].length:
+                if len(self._heads) >= _MAX_HEADS:
+                    self._heads.clear()
+                self._heads[parts[0]] = known
+            return known
+        head, keeps_alive = known
+        return ResponseHead(head.status, head.headers, int(parts[1]), False, head.memory), keeps_alive
 
     def keep(self, connection: _Connection) -> None:
         if self._is_closed or len(self._idle) >= self.address.max_idle:
@@ -327,7 +349,7 @@ class _Connection(asyncio.Protocol):
             return b""
         raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
         self._buffer = b""
-        head, keeps_alive = parse_response_head(raw)
+        head, keeps_alive = self._pool.parse_head(raw)
         if head.status < 200:
             return self._read_head(rest) if rest else b""
         self._head, self._keeps_alive, self._left = head, keeps_alive, head.length
@@ -358,10 +380,7 @@ class _Connection(asyncio.Protocol):
         elif not self._transport.is_closing():
             self.resume_reading()
             self._pool.keep(self)
-        deliver, self._deliver = (
-            self._deliver,
-            _to_nobody,
-        )  # who has heard it all must not be kept by an idle connection
+        deliver, self._deliver = self._deliver, _to_nobody  # an idle connection keeps nobody alive
         deliver(data, True)
 
 
@@ -390,12 +409,13 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
             raise _ResponseError
         position = match.end()
         name, value = match[1].lower(), match[2]
-        headers.append((name, value))
-        if name == b"content-length":
+        if name != b"content-length":
+            headers.append((name, value))
+        else:
             if not value.isdigit() or (length is not None and length != int(value)):
                 raise _ResponseError
             length = int(value)
-        elif name == b"transfer-encoding":
+        if name == b"transfer-encoding":
             if is_chunked or value.lower() != b"chunked":
                 raise _ResponseError
             is_chunked = True
@@ -406,4 +426,4 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
         raise _ResponseError
     if status in BODILESS:
         length, is_chunked = 0, False
-    return ResponseHead(status, headers, length, is_chunked), keeps_alive and (is_chunked or length is not None)
+    return ResponseHead(status, headers, length, is_chunked, {}), keeps_alive and (is_chunked or length is not None)

@@ -72,14 +72,16 @@ class HttpRequest:
         path: of the target, percent-decoded.
         query: of the target, without `?`, as it came.
         version: "1.1" or "1.0".
-        headers: all of them, in order.
+        headers: all of them but for Content-Length, in order.
+        length: of the body, as the head says; None if it does not.
         fields: value of each name; of one that is given more than once, the last.
         body: the whole body; empty while only the head is here.
         arrived_s: when the head was complete, monotonic clock.
         peer: address of the client, None on a Unix socket.
         sock: local address.
         context: what the application has found out from the head, for when the body is here.
-        memory: for what the application may want to know again at the next request of the same connection.
+        memory: for what the application may want to know again at the next request with the same head, but for the
+            length of its body.
     """
 
     __slots__ = (
@@ -88,6 +90,7 @@ class HttpRequest:
         "context",
         "fields",
         "headers",
+        "length",
         "memory",
         "method",
         "path",
@@ -111,8 +114,10 @@ class HttpRequest:
         self.method = method
         self.target = target
         self.version = version
-        self.headers = headers
         self.fields = dict(headers)
+        given = self.fields.pop(b"content-length", None)
+        self.length = None if given is None else int(given)
+        self.headers = headers if given is None else [pair for pair in headers if pair[0] != b"content-length"]
         self.body = b""
         self.arrived_s = arrived_s
         self.peer = peer
@@ -122,6 +127,17 @@ class HttpRequest:
         raw_path, _, self.query = origin_form(target).partition(b"?")
         path = raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
+
+    def again(self, length: int, body: bytes, now_s: float) -> HttpRequest:
+        """Return a request with the same head, but for the length of its body; it shares headers and memory."""
+        other = HttpRequest.__new__(HttpRequest)
+        other.method, other.target, other.version = self.method, self.target, self.version
+        other.path, other.query = self.path, self.query
+        other.headers, other.fields, other.length = self.headers, self.fields, length
+        other.peer, other.sock = self.peer, self.sock
+        other.context, other.memory = None, self.memory
+        other.body, other.arrived_s = body, now_s
+        return other
 
     def repeats(self, name: bytes) -> bool:
         """Return whether a header is given more than once."""
