@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from tests.door.front_door import FrontDoor, front_door, num_up, run
+from tests.door.front_door import FrontDoor, front_door, recover, run
 from tests.door.http_client import CHAT, Connection, ask, ask_all, chat
 from tests.door.mock_backends import Behaviour, MockBackend, mock_backends
 
@@ -32,14 +32,7 @@ def door(mocks: list[MockBackend]) -> Iterator[FrontDoor]:
 
 @pytest.fixture(autouse=True)
 def recovered(door: FrontDoor, mocks: list[MockBackend]) -> None:
-    """Each test begins when all backends are well and known to be: one that was ejected is back with an answer."""
-
-    async def story() -> None:
-        all_do(mocks)
-        while num_up(door) < len(mocks):
-            await ask(door.port, chat())
-
-    run(story(), 20)
+    recover(door, mocks)
 
 
 def all_do(mocks: list[MockBackend], **behaviour: object) -> None:

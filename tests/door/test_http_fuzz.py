@@ -138,7 +138,7 @@ def check(door: FrontDoor, raw: bytes, cuts: list[int]) -> None:
     run(story(), 20)
 
 
-FUZZ = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

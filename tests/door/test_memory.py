@@ -87,9 +87,9 @@ def test_soak(door: FrontDoor, mocks: list[MockBackend]) -> None:
             await until(lambda: door.in_flight() == 0, 10, "nothing in flight")
             return door.rss_bytes(), door.num_fds()
 
-        await rounds(120)  # as many requests as the door remembers for who asks about them
+        await rounds(110)  # as many requests as the door remembers for who asks about them
         rss, fds = await rest()
-        await rounds(120)
+        await rounds(60)
         assert (await rest())[0] - rss < 12 * MIB
         await until(lambda: door.num_fds() <= fds + 40, 10, "sockets closed")
         for gauge in ("requests_in_flight", "queue_requests", "queue_tokens"):

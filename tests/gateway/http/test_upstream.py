@@ -14,7 +14,8 @@ import pytest
 from wire_tools import until
 
 from expediter.core.errors import ConfigurationError
-from expediter.gateway.http.upstream import Address, ResponseHead, UpstreamCall, UpstreamFailure, UpstreamPool
+from expediter.gateway.http.response_heads import ResponseHead
+from expediter.gateway.http.upstream import Address, UpstreamCall, UpstreamFailure, UpstreamPool
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from expediter.gateway.http.upstream import ResponseHead
+from expediter.gateway.http.response_heads import ResponseHead
 from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, status_line
 
 TRACEPARENT: Final = b"traceparent"

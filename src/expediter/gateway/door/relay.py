@@ -17,7 +17,8 @@ from expediter.gateway.door.heads import framed_head, passed_headers
 from expediter.gateway.door.patience import Patience, Silence, size_of
 from expediter.gateway.door.usage import TAIL_BYTES, Answered, usage_of
 from expediter.gateway.http.reply import Reply
-from expediter.gateway.http.upstream import ResponseHead, UpstreamCall, UpstreamFailure, UpstreamPool
+from expediter.gateway.http.response_heads import ResponseHead
+from expediter.gateway.http.upstream import UpstreamCall, UpstreamFailure, UpstreamPool
 
 _NUM_ENDS: Final = 4
 """Pieces of a response that are kept for its usage: the last event, `[DONE]` and the last chunk may come apart."""

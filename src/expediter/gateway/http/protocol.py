@@ -223,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         request = HttpRequest(method, self._target, version, self._headers, now_s, self._peer, self._sock)
         self._request = request
-        fault = _fault(request)
+        fault = request.fault
         if len(self._headers) > self._limits.max_headers:
             raise self._refusal(431, f"more than {self._limits.max_headers} headers")
         if fault:
@@ -408,19 +408,3 @@ class _RefusedError(Exception):
 
 def _address(found: object) -> tuple[str, int] | None:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple | list) and len(found) >= 2 else None
-
-
-def _fault(request: HttpRequest) -> str:
-    """Return what is wrong with a head, "" if nothing.
-
-    httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
-    """
-    version, fields = request.version, request.fields
-    if version not in {"1.0", "1.1"}:
-        return "the version of HTTP is not supported"
-    encoding = fields.get(b"transfer-encoding")
-    if encoding is not None and (version == "1.0" or encoding.lower() != b"chunked"):
-        return "the transfer encoding is not supported"
-    if (b"host" not in fields and version == "1.1") or request.repeats(b"host"):
-        return "exactly one Host header is needed"
-    return ""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import re
 import ssl as tls
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from expediter.core.errors import ConfigurationError
 from expediter.gateway.http.chunks import ChunkError, ChunkTracker
 from expediter.gateway.http.known_heads import without_length
-from expediter.gateway.http.wire import BODILESS, Headers
+from expediter.gateway.http.response_heads import ResponseError, ResponseHead, parse_response_head
 
-_STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?\r\n")
-_HEADER: Final = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*?)[ \t]*\r\n")
 _MAX_HEAD_BYTES: Final = 65536
 _MAX_HEADS: Final = 64
 _JOIN_BYTES: Final = 65536
@@ -47,27 +44,6 @@ class Address:
     def __post_init__(self) -> None:
         if bool(self.host) == bool(self.path):
             raise ConfigurationError("a backend needs a host, or the path of a Unix socket")
-
-
-class ResponseHead(NamedTuple):
-    """Status and headers of a response.
-
-    Attributes:
-        headers: but for Content-Length.
-        length: of the body, None if it is chunked or ends with the connection.
-        is_chunked: body bytes come with their framing.
-        memory: for what is made of the headers; heads that differ in their length alone share it.
-    """
-
-    status: int
-    headers: Headers
-    length: int | None
-    is_chunked: bool
-    memory: dict[str, bytes]
-
-    def header(self, name: bytes) -> bytes | None:
-        """Return the first header of this name, in lower case."""
-        return next((value for known, value in self.headers if known == name), None)
 
 
 class UpstreamFailure(enum.Enum):
@@ -333,7 +309,7 @@ class _Connection(asyncio.Protocol):
                 self._end(data)
             elif data:
                 self._deliver(data, False)
-        except (ChunkError, _ResponseError):
+        except (ChunkError, ResponseError):
             self._transport.abort()
             call, self._call = self._call, None
             if call is not None:
@@ -345,7 +321,7 @@ class _Connection(asyncio.Protocol):
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise _ResponseError
+                raise ResponseError
             return b""
         raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
         self._buffer = b""
@@ -365,7 +341,7 @@ class _Connection(asyncio.Protocol):
         if self._left is not None:
             self._left -= len(data)
             if self._left < 0:
-                raise _ResponseError
+                raise ResponseError
             if self._left == 0:
                 self._end(data)
                 return
@@ -382,48 +358,3 @@ class _Connection(asyncio.Protocol):
             self._pool.keep(self)
         deliver, self._deliver = self._deliver, _to_nobody  # an idle connection keeps nobody alive
         deliver(data, True)
-
-
-class _ResponseError(Exception):
-    """A response is malformed."""
-
-
-def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
-    """Return a response's head, and whether the connection may be used again behind its body.
-
-    Args:
-        raw: status line and headers, without the empty line that ends them.
-    Raises:
-        _ResponseError: it is malformed, or its body's end is ambiguous.
-    """
-    first = _STATUS_LINE.match(raw)
-    if first is None:
-        raise _ResponseError
-    status, position = int(first[2]), first.end()
-    keeps_alive = first[1] == b"1"
-    headers: Headers = []
-    length: int | None = None
-    is_chunked = False
-    for match in _HEADER.finditer(raw, position):
-        if match.start() != position:
-            raise _ResponseError
-        position = match.end()
-        name, value = match[1].lower(), match[2]
-        if name != b"content-length":
-            headers.append((name, value))
-        else:
-            if not value.isdigit() or (length is not None and length != int(value)):
-                raise _ResponseError
-            length = int(value)
-        if name == b"transfer-encoding":
-            if is_chunked or value.lower() != b"chunked":
-                raise _ResponseError
-            is_chunked = True
-        elif name == b"connection":
-            tokens = value.lower()
-            keeps_alive = b"close" not in tokens and (keeps_alive or b"keep-alive" in tokens)
-    if position != len(raw) or (is_chunked and length is not None):
-        raise _ResponseError
-    if status in BODILESS:
-        length, is_chunked = 0, False
-    return ResponseHead(status, headers, length, is_chunked, {}), keeps_alive and (is_chunked or length is not None)

@@ -146,6 +146,22 @@ class HttpRequest:
         return sum(known == name for known, _ in self.headers) > 1
 
     @property
+    def fault(self) -> str:
+        """What is wrong with the head, "" if nothing.
+
+        httptools refuses what is malformed; here is what is well-formed and still ambiguous (RFC 9112, 3.2 and 6.1).
+        """
+        version, fields = self.version, self.fields
+        if version not in {"1.0", "1.1"}:
+            return "the version of HTTP is not supported"
+        encoding = fields.get(b"transfer-encoding")
+        if encoding is not None and (version == "1.0" or encoding.lower() != b"chunked"):
+            return "the transfer encoding is not supported"
+        if (b"host" not in fields and version == "1.1") or self.repeats(b"host"):
+            return "exactly one Host header is needed"
+        return ""
+
+    @property
     def client_request_id(self) -> bytes | None:
         """See the function of this name."""
         return repeatable(self.fields.get(b"x-request-id"))
