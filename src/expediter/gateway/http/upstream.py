@@ -351,10 +351,11 @@ class _Connection(asyncio.Protocol):
     def _end(self, data: bytes) -> None:
         self._call = None
         self._was_used = True
+        # First of all: an idle connection keeps nobody alive, and a pool that does not keep it drops who listens.
+        deliver, self._deliver = self._deliver, _to_nobody
         if not self._keeps_alive:
             self._transport.abort()
         elif not self._transport.is_closing():
             self.resume_reading()
             self._pool.keep(self)
-        deliver, self._deliver = self._deliver, _to_nobody  # an idle connection keeps nobody alive
         deliver(data, True)
