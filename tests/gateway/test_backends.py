@@ -354,6 +354,16 @@ def test_a_plain_response_counts_as_computed_when_it_should_be():
     assert (backend.num_pending_tokens, backend.num_answered) == (0, 0)
 
 
+def test_a_backend_whose_process_went_away_is_thought_of_as_new():
+    door = Door(2)
+    learn(door)
+    door.fail("b0", Failure.CONNECT)
+    door.backends.look_at_the_clock(door.clock.now_s)
+    fresh, known = (each for each in door.backends)
+    assert not fresh.profile.speed.is_known
+    assert fresh.profile.speed.token_s == known.profile.speed.token_s
+
+
 def test_a_backend_whose_process_went_away_has_lost_its_cache():
     door = Door(1)
     door.send().ended(Outcome.OK, 0.0)

@@ -419,7 +419,9 @@ class Backends:
         if self._events is not None:
             self._events.ejected(backend.name)
         if failure is Failure.CONNECT:
-            self.forget_prefixes(backend)  # its process is gone, and its cache with it
+            # Its process is gone, and its cache with it; whoever comes in its place may be faster or slower.
+            self.forget_prefixes(backend)
+            self._speeds.begin_anew(backend)
         self._fleets.sync(backend)
         self.on_ejected(backend)
 

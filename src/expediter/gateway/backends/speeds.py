@@ -52,6 +52,12 @@ class Speeds:
     def leave(self, backend: Backend) -> None:
         self._learners.pop(backend.replica_id, None)
 
+    def begin_anew(self, backend: Backend) -> None:
+        """Forget how fast a backend was: another process answers there from now on."""
+        learner = self._learners.get(backend.replica_id)
+        if learner is not None:
+            learner.learned = LearnedTtft()
+
     def tokens_ratio(self, backend: Backend) -> float:
         """Return how many tokens of the door's there are to one of the backend's."""
         learner = self._learners.get(backend.replica_id)
