@@ -186,6 +186,18 @@ async def test_a_connection_that_the_backend_does_not_keep() -> None:
         assert mock.num_connections == 2
 
 
+async def test_the_end_is_heard_of_a_response_whose_connection_is_not_kept() -> None:
+    """The pool is closed while a response is on its way, as when its backend is removed."""
+    head, body = WHOLE[:-5], WHOLE[-5:]
+    async with served(head, body, pause_s=0.05) as (_, pool):
+        heard = Heard()
+        pool.send(HEAD, b"body", heard)
+        await until(lambda: heard.head is not None)
+        pool.close()
+        await until(lambda: heard.is_over)
+        assert (heard.body, heard.failure) == (b"hello", None)
+
+
 async def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure() -> None:
     """The backend answers one request per connection and says nothing of it; its close may cross the next request."""
     async with served(WHOLE, closes=True) as (mock, pool):
