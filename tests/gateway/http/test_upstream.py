@@ -243,6 +243,7 @@ async def test_a_response_that_breaks_off(sent: bytes) -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello and more",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
         b"HTTP/1.1 200 OK\r\nA: " + b"a" * 70_000,
+        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 20_000 + b"Content-Length: 5\r\n\r\nhello",
     ],
 )
 async def test_what_is_no_response(sent: bytes) -> None:
@@ -259,6 +260,16 @@ async def test_who_talks_without_being_asked_is_dropped() -> None:
         heard = await ask(pool)
         assert heard.body == b"hello"
         assert mock.num_connections == 2
+
+
+async def test_a_response_ends_also_where_its_connection_is_not_kept() -> None:
+    async with served(WHOLE, pause_s=0.05) as (mock, pool):
+        heard = Heard()
+        pool.send(HEAD, b"body", heard)
+        await until(lambda: mock.requests)
+        pool.close()
+        await until(lambda: heard.is_over)
+        assert (heard.failure, heard.body) == (None, b"hello")
 
 
 async def test_a_cancelled_call_closes_the_connection_and_says_nothing() -> None:

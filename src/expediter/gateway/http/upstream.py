@@ -319,9 +319,9 @@ class _Connection(asyncio.Protocol):
         """Take the head in; return what is there of the body."""
         self._buffer += data
         end = self._buffer.find(b"\r\n\r\n")
+        if (len(self._buffer) if end < 0 else end) > _MAX_HEAD_BYTES:
+            raise ResponseError
         if end < 0:
-            if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise ResponseError
             return b""
         raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
         self._buffer = b""
