@@ -162,6 +162,7 @@ def test_certainty_and_caveats():
 
 def test_every_reason_to_wait_has_words():
     others = {Reason.ROUTED, Reason.PREFILLING, Reason.DECODING, Reason.REJECTED, Reason.ENDED}
+    others |= {Reason.FORWARDED, Reason.INTERRUPTED}  # of a server: no simulation has them
     assert set(HELD) == {reason.value for reason in Reason if reason not in others}
 
 

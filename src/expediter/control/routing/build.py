@@ -44,7 +44,7 @@ class RoutingConfig:
         index_block_tokens, index_max_bytes: of the prefix index.
         max_relative_load: most requests of a replica as a multiple of the mean: `cache_aware`, `predicted_ttft`,
             `session`, `consistent_hash`.
-        max_extra_requests: on top of that, but for `consistent_hash`.
+        max_extra_requests: on top of that, but for `consistent_hash`; see `parts.BoundedShare` for small fleets.
         keep_sessions: whether a session stays on its replica as long as that has no more than its share:
             `cache_aware`, `predicted_ttft`.
         tenant_quantum_tokens: how far a tenant's work on one replica may be ahead of the others: `predicted_ttft`.

@@ -10,6 +10,7 @@ from expediter.control.fleet import Member
 from expediter.control.routing.scored import View
 
 _MAX_TENANTS: Final = 4096
+_FEW: Final = 4
 _MAX_SESSIONS: Final = 1 << 16
 
 
@@ -22,6 +23,9 @@ class _Forgetful:
 
 class BoundedShare(_Forgetful):
     """Nobody has more than its share of the requests: `relative` times the mean and `slack` on top.
+
+    Fewer than four replicas share the slack of four: with two of them a handful of requests for one prefix is chance, and a
+    second copy of the prefix takes up much of the room that there is.
 
     It bounds what a popular prefix can do to its holder. Only the request at hand goes elsewhere, to the best of the
     others, and takes the prefix along: so the prefix is held by as many as its traffic needs, and what others hold is
@@ -36,7 +40,8 @@ class BoundedShare(_Forgetful):
 
     def keep(self, view: View) -> list[bool] | None:
         members, more = view.members, view.query.num_sequences
-        most = self._relative * (view.fleet.num_requests("prefill") + more) / len(members) + self._slack
+        slack = self._slack * max(1.0, _FEW / len(members))
+        most = self._relative * (view.fleet.num_requests("prefill") + more) / len(members) + slack
         requests = [member.snapshot.num_requests for member in members]
         if max(requests) + more <= most:
             return None
