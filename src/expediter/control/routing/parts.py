@@ -24,8 +24,8 @@ class _Forgetful:
 class BoundedShare(_Forgetful):
     """Nobody has more than its share of the requests: `relative` times the mean and `slack` on top.
 
-    Fewer than four replicas share the slack of four: with two of them a handful of requests for one prefix is chance, and a
-    second copy of the prefix takes up much of the room that there is.
+    Fewer than four replicas share the slack of four: with two of them a handful of requests for one prefix is chance,
+    and a second copy of the prefix takes up much of the room that there is.
 
     It bounds what a popular prefix can do to its holder. Only the request at hand goes elsewhere, to the best of the
     others, and takes the prefix along: so the prefix is held by as many as its traffic needs, and what others hold is
