@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -355,6 +356,10 @@ def crowded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
+HELD: Counter[int] = Counter()
+"""Requests that `held` has open, by the server's port."""
+
+
 @contextmanager
 def held(
     server: LiveServer, key: str, count: int, *, for_another: bool = False, **fields: object
@@ -365,7 +370,9 @@ def held(
     """
     body = json.dumps({"prompt": "hold", "max_tokens": 2000, "ignore_eos": True, **fields})
     connections: list[http.client.HTTPConnection] = []
-    before = in_flight(server)
+    before = HELD[server.port]
+    wait_until(lambda: in_flight(server) == before, what="who has been answered is out")
+    HELD[server.port] += 0 if for_another else count
     try:
         for _ in range(count):
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -377,6 +384,7 @@ def held(
     finally:
         for connection in connections:
             connection.close()
+        HELD[server.port] = before
         wait_until(lambda: in_flight(server) <= before, what="all have left")
 
 
