@@ -94,16 +94,17 @@ def num_up(door: FrontDoor) -> int:
 def recover(door: FrontDoor, mocks: Sequence[MockBackend]) -> None:
     """Make backends well, have the door find out, and forget what they were asked: for tests that share a door.
 
-    One that was ejected is back with the first answer, so there has to be somebody who asks.
+    One that was ejected is back with the first answer that it gives, so there have to be more who ask than the others
+    would be given.
     """
     for mock in mocks:
         mock.behaviour, mock.health_answers = Behaviour(), True
 
     async def story() -> None:
         while num_up(door) < len(mocks) or door.in_flight():
-            await ask(door.port, chat())
+            await asyncio.gather(*(ask(door.port, chat(f"{number} are asked for")) for number in range(16)))
 
-    run(story(), 20)
+    run(story(), 60)
     for mock in mocks:
         mock.arrivals.clear()
 
