@@ -419,3 +419,9 @@ def best_hit_share(backends: Sequence[MockBackend]) -> float:
     for arrival in sorted((each for backend in backends for each in backend.work), key=lambda each: each.at_s):
         cache.look_up(json.dumps(arrival.json.get("messages", arrival.json.get("prompt", ""))).encode())
     return cache.hit_bytes / max(1, cache.asked_bytes)
+
+
+def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:
+    """Have all of them behave like that from now on."""
+    for mock in mocks:
+        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]

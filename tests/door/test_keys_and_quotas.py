@@ -9,16 +9,11 @@ from hashlib import sha256
 
 from tests.door.front_door import front_door, run, until
 from tests.door.http_client import CHAT, Answer, Connection, ask, ask_all, chat
-from tests.door.mock_backends import Behaviour, MockBackend
+from tests.door.mock_backends import MockBackend, all_do
 
 ALICE = {"authorization": "Bearer sk-alice"}
 BOB = {"authorization": "Bearer sk-bob"}
 STREAM = {"num_chunks": 2000, "gap_s": 0.02}
-
-
-def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
 
 
 def num_working(mocks: Sequence[MockBackend]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.door.front_door import FrontDoor, front_door, num_up, run, until
 from tests.door.http_client import Answer, ask, ask_all, chat
-from tests.door.mock_backends import Behaviour, MockBackend, best_hit_share, hit_share
+from tests.door.mock_backends import MockBackend, all_do, best_hit_share, hit_share
 from tests.gateway.live_server import children_of, is_alive, wait_until
 
 
@@ -23,11 +23,6 @@ def pair(mocks: list[MockBackend]) -> Iterator[FrontDoor]:
     """A door of two processes before four backends."""
     with front_door(mocks, "--gateway-processes", "2") as door:
         yield door
-
-
-def all_do(mocks: list[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
 
 
 def prefix(number: int, num_bytes: int = 4096) -> str:

@@ -5,16 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
 
 from tests.door.front_door import FrontDoor, front_door, run, until
 from tests.door.http_client import CHAT, Answer, Connection, ask, chat
-from tests.door.mock_backends import Behaviour, MockBackend
-
-
-def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
+from tests.door.mock_backends import MockBackend, all_do
 
 
 async def probe(door: FrontDoor, path: str) -> int:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
 import pytest
 from tests.door.front_door import FrontDoor, front_door, run, until
 from tests.door.http_client import Answer, ask, ask_all, chat
-from tests.door.mock_backends import Behaviour, MockBackend, best_hit_share, hit_share, mock_backends
-
-
-def all_do(mocks: Sequence[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
+from tests.door.mock_backends import MockBackend, all_do, best_hit_share, hit_share, mock_backends
 
 
 def prefix(number: int, num_bytes: int = 4096) -> str:

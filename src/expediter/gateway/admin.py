@@ -17,17 +17,17 @@ from typing import Final
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from expediter.core.errors import ConfigurationError, ExpediterError
+from expediter.core.errors import ConfigurationError
 from expediter.gateway.backends.backend import Backend
 from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.backends.registry import Backends
-from expediter.gateway.errors import ApiError, bad_request, handle_error
+from expediter.gateway.errors import ERROR_HANDLERS, ApiError, bad_request
+from expediter.gateway.json_response import json_response
 
 Reload = Callable[[], Awaitable[str | None]]
 """Reads the configuration file again; returns why that did not work, None if it did."""
@@ -96,7 +96,7 @@ def build_admin(
             Route("/reload", api.reload, methods=["POST"]),
             *pages,
         ],
-        exception_handlers={ExpediterError: handle_error, ApiError: handle_error, HTTPException: handle_error},
+        exception_handlers=ERROR_HANDLERS,
     )
     return _Guard(app, key)
 
@@ -144,7 +144,7 @@ class _Pages:
 
     async def backends(self, _: HttpRequest) -> Response:
         """All backends and what there is to know of them."""
-        return _json({"backends": self._backends.status()})
+        return json_response({"backends": self._backends.status()})
 
     async def add(self, request: HttpRequest) -> Response:
         """Take a backend in."""
@@ -158,19 +158,19 @@ class _Pages:
             backend = self._backends.add(config)
         except ConfigurationError as error:
             raise ApiError(409, str(error), code="conflict") from error
-        return _json({"name": backend.name}, 201)
+        return json_response({"name": backend.name}, 201)
 
     async def drain(self, request: HttpRequest) -> Response:
         """Send a backend no new requests."""
         backend = self._named(request)
         self._backends.drain(backend)
-        return _json({"name": backend.name, "num_in_flight": backend.num_in_flight})
+        return json_response({"name": backend.name, "num_in_flight": backend.num_in_flight})
 
     async def remove(self, request: HttpRequest) -> Response:
         """Forget a backend; what is in flight there goes on."""
         backend = self._named(request)
         self._backends.remove(backend)
-        return _json({"name": backend.name, "num_in_flight": backend.num_in_flight})
+        return json_response({"name": backend.name, "num_in_flight": backend.num_in_flight})
 
     async def reload(self, _: HttpRequest) -> Response:
         """Read tenants and keys again."""
@@ -179,7 +179,7 @@ class _Pages:
         error = await self._reload()
         if error is not None:
             raise ApiError(409, f"nothing has changed: {error}", code="conflict")
-        return _json({"reloaded": True})
+        return json_response({"reloaded": True})
 
     def _named(self, request: HttpRequest) -> Backend:
         backend = self._backends.named(request.path_params["name"])
@@ -221,7 +221,3 @@ def _host(header: bytes) -> str:
 
 def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

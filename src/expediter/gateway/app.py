@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from expediter.core.errors import ExpediterError
 from expediter.gateway.api.chat import ChatApi
 from expediter.gateway.api.completions import CompletionsApi
 from expediter.gateway.api.messages import MessagesApi
@@ -17,7 +15,7 @@ from expediter.gateway.api.status import StatusApi
 from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
 from expediter.gateway.door.drain import Drain
-from expediter.gateway.errors import ApiError, handle_error
+from expediter.gateway.errors import ERROR_HANDLERS
 from expediter.gateway.service import Service
 from expediter.telemetry.step_log import StepLog
 
@@ -39,14 +37,7 @@ def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:
     """Return the ASGI application behind the door, which says in `scope["tenant"]` who a request is from."""
     return Starlette(
         routes=own_routes(service, step_log, drain),
-        exception_handlers={
-            ApiError: handle_error,
-            ExpediterError: handle_error,
-            RecursionError: handle_error,
-            HTTPException: handle_error,
-            ClientGoneError: _client_gone,
-            Exception: handle_error,
-        },
+        exception_handlers={**ERROR_HANDLERS, ClientGoneError: _client_gone},
     )
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from expediter.control.limits import Exceeded, Limit, Limits
-from expediter.core.errors import CapacityError, ReplicaError, RequestError
+from expediter.core.errors import CapacityError, ExpediterError, ReplicaError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -143,3 +143,9 @@ def to_api_error(error: Exception) -> ApiError:
 async def handle_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's exception handler for all of the above."""
     return to_api_error(error).response(request.url.path)
+
+
+ERROR_HANDLERS: Final = dict.fromkeys(
+    (ApiError, ExpediterError, RecursionError, HTTPException, Exception), handle_error
+)
+"""Of every application here."""

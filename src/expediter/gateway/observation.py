@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,10 +14,12 @@ from expediter.gateway.dashboard.feed import Feeder
 from expediter.gateway.dashboard.page import dashboard_page
 from expediter.gateway.errors import ApiError, bad_request
 from expediter.gateway.explanations import Explanations
+from expediter.gateway.json_response import json_response
 from expediter.gateway.tenants import DEFAULT_TENANT, Tenant
 from expediter.telemetry.exposition import CONTENT_TYPE, render
 
 _MAX_DIGITS: Final = 15
+_NOT_KEPT: Final = {"Cache-Control": "no-store"}
 
 
 class Observation:
@@ -59,7 +60,7 @@ class Observation:
         told = await self._explanations.explain(tenant.name, request.path_params["name"])
         if told is None:
             raise ApiError(404, "no such request, or it ended too long ago", code="request_not_found")
-        return _json(told)
+        return json_response(told, headers=_NOT_KEPT)
 
     async def dashboard(self, _: HttpRequest) -> Response:
         self._check()
@@ -72,14 +73,10 @@ class Observation:
         since = request.query_params.get("since", "0")
         if not since.isascii() or not since.isdigit() or len(since) > _MAX_DIGITS:
             raise bad_request("since must be an interval's index", "since")
-        return _json(await self._feeder.feed(int(since)))
+        return json_response(await self._feeder.feed(int(since)), headers=_NOT_KEPT)
 
     def _check(self) -> None:
         if not self._shows_all():
             raise ApiError(
                 403, "the live page shows all tenants: it is on the admin listener", code="on_admin_listener"
             )
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json", headers={"Cache-Control": "no-store"})

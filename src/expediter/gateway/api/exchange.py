@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -69,8 +68,3 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         told = to_api_error(error)
         told.param = names.get(told.param or "", told.param)
         raise told from error
-
-
-def json_response(content: object, status: int = 200) -> Response:
-    """Return a value as JSON."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

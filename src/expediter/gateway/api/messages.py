@@ -9,10 +9,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from expediter.gateway.api.exchange import json_response, renamed_params, respond, tenant_of, terms_for
+from expediter.gateway.api.exchange import renamed_params, respond, tenant_of, terms_for
 from expediter.gateway.api.messages_body import MessagesBody, PromptBody
 from expediter.gateway.api.messages_rendering import PATH, MessagesRendering
 from expediter.gateway.bodies import decode_body, read_body
+from expediter.gateway.json_response import json_response
 from expediter.gateway.service import Service
 
 _MESSAGES: Final = msgspec.json.Decoder(MessagesBody)

@@ -9,9 +9,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from expediter import __version__
-from expediter.gateway.api.exchange import json_response, tenant_of
+from expediter.gateway.api.exchange import tenant_of
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import bad_request
+from expediter.gateway.json_response import json_response
 from expediter.gateway.service import Service
 from expediter.telemetry.step_log import StepLog
 

@@ -10,10 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from expediter.gateway.api.exchange import json_response, tenant_of
+from expediter.gateway.api.exchange import tenant_of
 from expediter.gateway.bodies import TokenId, decode_body, read_body
 from expediter.gateway.chat_body import Message
 from expediter.gateway.errors import bad_request
+from expediter.gateway.json_response import json_response
 from expediter.gateway.service import Service
 
 

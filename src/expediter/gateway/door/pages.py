@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from expediter import __version__
-from expediter.core.errors import ExpediterError
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
-from expediter.gateway.errors import ApiError, handle_error
+from expediter.gateway.errors import ERROR_HANDLERS
+from expediter.gateway.json_response import json_response
 from expediter.gateway.tenants import Tenant
 
 
@@ -41,27 +39,27 @@ class Pages:
 
     async def models(self, request: HttpRequest) -> Response:
         """The models that somebody serves and the client may use."""
-        return _json({"object": "list", "data": [self._model(name) for name in self._names(request)]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self._names(request)]})
 
     async def model(self, request: HttpRequest) -> Response:
         """One of them."""
         name, names = request.path_params["name"], self._names(request)
         if name not in names:
             raise refusals.no_such_model(names)
-        return _json(self._model(name))
+        return json_response(self._model(name))
 
     async def health(self, _: HttpRequest) -> Response:
         """Alive: the event loop answers. Says nothing of the backends."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
         """Ready: new work is taken, because some backend is up and the server does not drain."""
         states = {status.name: status.state for status in self._backends.status()}
         ready = "up" in states.values() and not self._drain.is_draining
-        return _json({"ready": ready, "backends": states}, 200 if ready else 503)
+        return json_response({"ready": ready, "backends": states}, 200 if ready else 503)
 
     async def version(self, _: HttpRequest) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     def _names(self, request: HttpRequest) -> list[str]:
         tenant: Tenant = request.scope["tenant"]
@@ -89,14 +87,5 @@ def build_app(routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette
     rest = [] if own_app is None else [Mount("", own_app)]
     return Starlette(
         routes=[*routes, *rest],
-        exception_handlers={
-            ApiError: handle_error,
-            ExpediterError: handle_error,
-            HTTPException: handle_error,
-            Exception: handle_error,
-        },
+        exception_handlers=ERROR_HANDLERS,
     )
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

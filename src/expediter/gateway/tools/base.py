@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+
+from expediter.engine.structured import json_rule
 
 MAX_FORCED_CALLS: Final = 16
 """In one answer: a small model that has to call does not stop by itself."""
@@ -34,6 +37,20 @@ class Function:
         """Return it in OpenAI's shape, which chat templates take."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
+
+
+def function_rules(functions: Sequence[Function], arguments: str) -> list[str]:
+    """Return Lark rules in which `function` is a call of one of these, as an object of its name and its arguments.
+
+    Args:
+        arguments: what the format calls the latter.
+    """
+    lines = ["function: " + " | ".join(f"function_{number}" for number in range(len(functions)))]
+    for number, function in enumerate(functions):
+        head = f'{{"name": {json.dumps(function.name)}, "{arguments}": '
+        lines.append(f'function_{number}: {json.dumps(head)} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: {json_rule(function.schema)}")
+    return lines
 
 
 @dataclass(slots=True)

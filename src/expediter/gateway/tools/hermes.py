@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final
 
-from expediter.engine.structured import json_rule
-from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed
+from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed, function_rules
 from expediter.gateway.tools.reader import CallReader, Reading
 
 _OPEN: Final = "<tool_call>"
@@ -159,17 +158,12 @@ class HermesFormat:
         return f"<tool_response>\n{content}\n</tool_response>"
 
     def rules(self, functions: Sequence[Function], *, is_parallel: bool) -> str:
-        names = " | ".join(f"call_{number}" for number in range(len(functions)))
         call = f'"{_OPEN}" call'
         lines = [
             f'calls: {call} ("\\n" {call}){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else f"calls: {call}",
             "free: (before call)* TEXT" if is_parallel else "free: before call | TEXT",
             "TEXT: /(.|\\n)*/",
             f'before[lazy]: TEXT "{_OPEN}"',  # the tag ends it wherever a call may begin
-            f'call: "\\n" ({names}) "\\n{_CLOSE}"',
+            f'call: "\\n" function "\\n{_CLOSE}"',
         ]
-        for number, function in enumerate(functions):
-            head = f'{{"name": {json.dumps(function.name)}, "arguments": '
-            lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
-            lines.append(f"arguments_{number}: {json_rule(function.schema)}")
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *function_rules(functions, "arguments")]) + "\n"

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final
 
-from expediter.engine.structured import json_rule
-from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed
+from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed, function_rules
 from expediter.gateway.tools.reader import CallReader, Reading
 
 _PYTHON_TAG: Final = "<|python_tag|>"
@@ -103,15 +102,9 @@ class LlamaFormat:
         return content
 
     def rules(self, functions: Sequence[Function], *, is_parallel: bool) -> str:
-        names = " | ".join(f"call_{number}" for number in range(len(functions)))
         lines = [
-            f'calls: call ("; " call){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else "calls: call",
+            f'calls: function ("; " function){{0,{MAX_FORCED_CALLS - 1}}}' if is_parallel else "calls: function",
             "free: calls | TEXT",
             "TEXT: /([^{](.|\\n)*)?/",  # what begins with a brace is a call
-            f"call: {names}",
         ]
-        for number, function in enumerate(functions):
-            head = f'{{"name": {json.dumps(function.name)}, "parameters": '
-            lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
-            lines.append(f"arguments_{number}: {json_rule(function.schema)}")
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *function_rules(functions, "parameters")]) + "\n"

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
-from tests.door.front_door import FrontDoor, front_door, recover, run, until
+from tests.door.front_door import FrontDoor, run, until
 from tests.door.http_client import CHAT, Answer, Connection, ask, chat
-from tests.door.mock_backends import Behaviour, MockBackend, mock_backends
+from tests.door.mock_backends import Behaviour, MockBackend
 
 from expediter.gateway.http.wire import HttpLimits
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def mocks() -> Iterator[list[MockBackend]]:
-    """The same for all tests here."""
-    with mock_backends(4) as backends:
-        yield backends
-
-
-@pytest.fixture(scope="module")
-def door(mocks: list[MockBackend]) -> Iterator[FrontDoor]:
-    """One door for all tests here."""
-    with front_door(mocks) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def recovered(door: FrontDoor, mocks: list[MockBackend]) -> None:
-    recover(door, mocks)
 
 
 async def peak_rss(door: FrontDoor, stop: asyncio.Event) -> int:

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from random import Random
 
 import pytest
-from tests.door.front_door import FrontDoor, front_door, recover, run, until
+from tests.door.front_door import FrontDoor, front_door, run, until
 from tests.door.http_client import CHAT, Connection, ask, chat
-from tests.door.mock_backends import Behaviour, MockBackend, mock_backends
+from tests.door.mock_backends import MockBackend, all_do
 
 SLOW = {"prefill_s": 30.0}
 STREAM = {"num_chunks": 2000, "gap_s": 0.02}
-
-
-@pytest.fixture(scope="module")
-def mocks() -> Iterator[list[MockBackend]]:
-    """The same for all tests here."""
-    with mock_backends(4) as backends:
-        yield backends
-
-
-@pytest.fixture(scope="module")
-def door(mocks: list[MockBackend]) -> Iterator[FrontDoor]:
-    """One door for all tests here."""
-    with front_door(mocks) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def recovered(door: FrontDoor, mocks: list[MockBackend]) -> None:
-    recover(door, mocks)
-
-
-def all_do(mocks: list[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
 
 
 def num_cancelled(mocks: list[MockBackend]) -> int:

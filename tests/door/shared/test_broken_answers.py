@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
-from tests.door.front_door import FrontDoor, front_door, recover, run
+from tests.door.front_door import FrontDoor, front_door, run
 from tests.door.http_client import CHAT, Connection, ask, ask_all, chat
-from tests.door.mock_backends import Behaviour, MockBackend, mock_backends
+from tests.door.mock_backends import MockBackend, all_do
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"mock","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
-
-
-@pytest.fixture(scope="module")
-def mocks() -> Iterator[list[MockBackend]]:
-    """The same for all tests here: each leaves them well."""
-    with mock_backends(4) as backends:
-        yield backends
-
-
-@pytest.fixture(scope="module")
-def door(mocks: list[MockBackend]) -> Iterator[FrontDoor]:
-    """One door for all: whatever it has been through, it goes on."""
-    with front_door(mocks) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def recovered(door: FrontDoor, mocks: list[MockBackend]) -> None:
-    recover(door, mocks)
-
-
-def all_do(mocks: list[MockBackend], **behaviour: object) -> None:
-    for mock in mocks:
-        mock.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("moment", ["mid_stream", "after_head"])
