@@ -21,6 +21,7 @@ from expediter.assembly.door_config import DoorConfig, url_of
 from expediter.assembly.file_config import load_file_config
 from expediter.assembly.observing import Observing, OwnPoolSeen
 from expediter.control.limits import TenantLimits
+from expediter.control.patience import Patience
 from expediter.control.retry import RetryBudget
 from expediter.gateway.admin import build_admin
 from expediter.gateway.backends.registry import Backends
@@ -29,7 +30,6 @@ from expediter.gateway.door.door import MODEL_PATHS, Door
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
-from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
 from expediter.gateway.everywhere import CONTROL, Changes, Everywhere
 from expediter.gateway.explanations import Pool

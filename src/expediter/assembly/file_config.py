@@ -56,6 +56,7 @@ import msgspec
 
 from expediter.control.health import HealthConfig
 from expediter.control.limits import Limits
+from expediter.control.patience import PatienceConfig
 from expediter.control.retry import RetryConfig
 from expediter.control.routing.build import RoutingConfig
 from expediter.control.waiting import QueueConfig
@@ -63,7 +64,6 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
 from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.backends.registry import DEFAULT_ROUTING
-from expediter.gateway.door.patience import PatienceConfig
 from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.tenants import TenantBook, TenantConfig
 from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown

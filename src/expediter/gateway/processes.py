@@ -33,7 +33,7 @@ _PLACEMENTS: Final = "placements"
 _BACKEND: Final = "backend "
 _TENANT: Final = "tenant "
 _LOOK_S: Final = 0.01
-"""Between two looks at the others' loads: what they dispatch meanwhile is not counted when a request is routed here."""
+"""Between two looks for room that has come free elsewhere; who routes a request looks at the others' loads anyway."""
 _LISTEN_S: Final = 0.25
 """Between two looks at what the others have given out to tenants that send nothing here."""
 

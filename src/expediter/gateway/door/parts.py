@@ -10,11 +10,11 @@ import numpy as np
 from starlette.types import ASGIApp
 
 from expediter.control.limits import Exceeded, Reservation
+from expediter.control.patience import Patience
 from expediter.control.retry import RetryBudget, RetryConfig
 from expediter.gateway.backends.backend import Backend
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.door.identity import RequestIds
-from expediter.gateway.door.patience import Patience
 from expediter.gateway.door.waiting_room import WaitingRoom
 from expediter.gateway.http.upstream import Address, UpstreamPool
 from expediter.telemetry.trace_context import Tracer

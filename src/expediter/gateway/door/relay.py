@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from expediter.control.health import Failure
+from expediter.control.patience import Patience, Silence, size_of
 from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
 from expediter.gateway.door.heads import framed_head, passed_headers
-from expediter.gateway.door.patience import Patience, Silence, size_of
 from expediter.gateway.door.usage import TAIL_BYTES, Answered, usage_of
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.response_heads import ResponseHead
