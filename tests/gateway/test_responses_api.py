@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from live_server import LiveServer
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
+from live_server import LiveServer, start_fake_server
+from openai.types.responses import (
+    Response,
+    ResponseErrorEvent,
+    ResponseFailedEvent,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+)
 
 PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
@@ -160,3 +168,28 @@ def test_what_is_taken(tools_server: LiveServer, fields: dict[str, Any]) -> None
     reply = tools_server.post(PATH, {"input": "x", **fields})
     assert reply.status == 200, reply.body
     assert json.loads(reply.body)["output"][0]["role"] == "assistant"
+
+
+def test_a_stream_that_breaks_says_so_in_both_ways(model_folder: Path) -> None:
+    """Some clients look for the event `error`, others for the last event of a response, `response.failed`."""
+    flags = ("--model", "toy", "--step-s", "0.02", "--num-blocks", "1024", "--shutdown-timeout", "0.2")
+    with start_fake_server(model_folder, *flags) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        events: list[Any] = []
+
+        def read() -> None:
+            for event in client.responses.create(model="fake", input="x", max_output_tokens=1000, stream=True):
+                events.append(event)
+                if len(events) == 8:
+                    server.process.send_signal(signal.SIGTERM)
+
+        with pytest.raises(openai.APIConnectionError):  # never a clean end
+            read()
+        error, failed = events[-2:]
+        assert isinstance(error, ResponseErrorEvent)
+        assert error.message
+        assert isinstance(failed, ResponseFailedEvent)
+        assert failed.response.status == "failed"
+        assert failed.response.error is not None
+        assert failed.response.error.code == "server_error"
+        assert [event.sequence_number for event in events] == list(range(len(events)))

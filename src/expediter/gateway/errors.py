@@ -18,7 +18,9 @@ from expediter.core.errors import CapacityError, ExpediterError, ReplicaError, R
 logger = logging.getLogger(__name__)
 
 
-_MESSAGES_PATH: Final = "/v1/messages"
+CHAT_PATH: Final = "/v1/chat/completions"
+MESSAGES_PATH: Final = "/v1/messages"
+RESPONSES_PATH: Final = "/v1/responses"
 _MESSAGES_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -66,10 +68,24 @@ class ApiError(Exception):
 
     def body_at(self, path: str) -> bytes:
         """Return the JSON body in the shape of the API at a path: Anthropic's has one of its own."""
-        if not path.startswith(_MESSAGES_PATH):
+        if not path.startswith(MESSAGES_PATH):
             return self.body()
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def event_at(self, path: str, sequence_number: int) -> bytes:
+        """Return the server-sent event that tells of it in a stream of the API at a path.
+
+        Args:
+            sequence_number: above that of every event before; OpenAI's responses number theirs, the others do not.
+        """
+        if path.startswith(MESSAGES_PATH):
+            return b"event: error\ndata: %b\n\n" % self.body_at(path)
+        if path.startswith(RESPONSES_PATH):
+            told = {"code": self.code or self.type, "message": self.message, "param": self.param}
+            event = {"type": "error", **told, "sequence_number": sequence_number}
+            return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+        return b"data: %b\n\n" % self.body()
 
     def response(self, path: str = "") -> Response:
         return Response(self.body_at(path), self.status, dict(self.headers or {}), "application/json")

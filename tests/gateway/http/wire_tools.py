@@ -24,9 +24,9 @@ class ToyApp:
         self.paused: list[str] = []
 
     def admit(self, request: HttpRequest) -> Answer | None:
-        return self.refuse(403, "not you") if request.path == "/refused" else None
+        return self.refuse(403, "not you", request.path) if request.path == "/refused" else None
 
-    def refuse(self, status: int, message: str) -> Answer:
+    def refuse(self, status: int, message: str, path: str) -> Answer:
         return Answer(status, PLAIN, message.encode())
 
     def handle(self, request: HttpRequest, reply: Reply) -> None:

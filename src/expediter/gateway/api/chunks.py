@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from expediter.gateway.bodies import GenerationBody
-from expediter.gateway.errors import ApiError
+from expediter.gateway.errors import CHAT_PATH, ApiError
 from expediter.gateway.generation import Delta
 from expediter.gateway.rendering import event
 
@@ -84,7 +84,7 @@ class ChunkRendering:
         yield b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n"
+        return error.event_at(CHAT_PATH, 0)
 
     def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
         return event({**self._fields, "object": self._form.chunk_object, "choices": choices, **extra})

@@ -11,8 +11,9 @@ from starlette.routing import Route
 
 from expediter.gateway.api.exchange import renamed_params, respond, tenant_of, terms_for
 from expediter.gateway.api.messages_body import MessagesBody, PromptBody
-from expediter.gateway.api.messages_rendering import PATH, MessagesRendering
+from expediter.gateway.api.messages_rendering import MessagesRendering
 from expediter.gateway.bodies import decode_body, read_body
+from expediter.gateway.errors import MESSAGES_PATH
 from expediter.gateway.json_response import json_response
 from expediter.gateway.service import Service
 
@@ -29,8 +30,8 @@ class MessagesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route(PATH, self.create, methods=["POST"]),
-            Route(f"{PATH}/count_tokens", self.count_tokens, methods=["POST"]),
+            Route(MESSAGES_PATH, self.create, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
     async def create(self, request: HttpRequest) -> Response:

@@ -9,13 +9,12 @@ from typing import Any, Final
 import msgspec
 
 from expediter.gateway.api.chunks import Counted
-from expediter.gateway.errors import ApiError
+from expediter.gateway.errors import MESSAGES_PATH, ApiError
 from expediter.gateway.generation import Delta
 from expediter.gateway.rendering import event
 from expediter.gateway.tools.base import CallDelta
 
 _Object = dict[str, Any]
-PATH: Final = "/v1/messages"
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -64,7 +63,7 @@ class MessagesRendering:
         yield _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + error.body_at(PATH) + b"\n\n"
+        return error.event_at(MESSAGES_PATH, 0)
 
     def _begin(self, block: _Object) -> Iterator[bytes]:
         yield from self._end_block()

@@ -12,7 +12,7 @@ import msgspec
 from expediter.gateway.api.chat import logprob_entries
 from expediter.gateway.api.chunks import Counted
 from expediter.gateway.api.responses_body import FunctionTool, PlainTextConfig, ResponsesBody
-from expediter.gateway.errors import ApiError
+from expediter.gateway.errors import RESPONSES_PATH, ApiError
 from expediter.gateway.generation import Delta
 from expediter.gateway.rendering import Vocabulary, event
 from expediter.gateway.tools.base import CallDelta
@@ -67,7 +67,12 @@ class ResponsesRendering:
         yield self._event(f"response.{status}", response=self._response(status))
 
     def failure(self, error: ApiError) -> bytes:
-        return self._event("error", code=error.code or error.type, message=error.message, param=error.param)
+        """Return the error, and the event that ends every stream of this API: clients look for either."""
+        told = error.event_at(RESPONSES_PATH, self._num_events)
+        self._num_events += 1
+        code = "server_error" if error.status >= 500 else "invalid_prompt"  # the list of codes is OpenAI's
+        failed = {**self._response("failed"), "error": {"code": code, "message": error.message}}
+        return told + self._event("response.failed", response=failed)
 
     # ---- items
 

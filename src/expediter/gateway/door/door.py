@@ -29,7 +29,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Those that say only whether the server is there; all others need a key, whether they exist or not."""
 MODEL_PATHS: Final = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/rerank", "/v1/score", "/rerank", "/score", "/pooling", "/classify", "/tokenize", "/detokenize"),
     }
 )
@@ -137,9 +138,9 @@ class Door:
         else:
             self._ask_app(request, reply, tenant).task.add_done_callback(lambda _: self._drain.leave())
 
-    def refuse(self, status: int, message: str) -> Answer:
+    def refuse(self, status: int, message: str, path: str) -> Answer:
         """Return how the server says what is wrong with a request that it cannot take."""
-        return refusals.answer(refusals.broken_request(status, message))
+        return refusals.answer(refusals.broken_request(status, message), path=path)
 
     def _ask_app(self, request: HttpRequest, reply: Reply, tenant: Tenant | None) -> AsgiCall:
         shown_id = request.client_request_id

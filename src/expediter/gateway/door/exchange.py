@@ -226,7 +226,13 @@ class Exchange:
         address, max_output = backend.address, self._max_output_tokens
         line = request_line(self._request, address.base_path, address.host_header, backend.authorization, parent)
         self._relay = Relay(
-            self, dispatch, self._reply, parts.patience, self._shown_id, math.inf if max_output is None else max_output
+            self,
+            dispatch,
+            self._reply,
+            parts.patience,
+            self._shown_id,
+            self._request.path,
+            math.inf if max_output is None else max_output,
         )
         self._relay.start(parts.pools.of(backend), line + self._headers, self._request.body)
 

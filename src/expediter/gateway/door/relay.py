@@ -15,7 +15,7 @@ from expediter.control.patience import Patience, Silence, size_of
 from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
 from expediter.gateway.door.heads import framed_head, passed_headers
-from expediter.gateway.door.usage import TAIL_BYTES, Answered, usage_of
+from expediter.gateway.door.usage import TAIL_BYTES, Answered, ends_stream, usage_of
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.response_heads import ResponseHead
 from expediter.gateway.http.upstream import UpstreamCall, UpstreamFailure, UpstreamPool
@@ -61,6 +61,7 @@ class Relay:
     """One attempt to get a request answered by a foreign backend.
 
     Args:
+        path: of the request; it says how a stream is told of an error.
         output_tokens: that the client wants at most, infinite if it does not say.
     """
 
@@ -76,6 +77,7 @@ class Relay:
         "_num_bytes",
         "_num_events",
         "_output_tokens",
+        "_path",
         "_patience",
         "_reply",
         "_shown_id",
@@ -90,6 +92,7 @@ class Relay:
         reply: Reply,
         patience: Patience,
         shown_id: bytes,
+        path: str,
         output_tokens: float,
     ) -> None:
         self._asker = asker
@@ -97,6 +100,7 @@ class Relay:
         self._reply = reply
         self._patience = patience
         self._shown_id = shown_id
+        self._path = path
         self._output_tokens = output_tokens
         self._call: UpstreamCall | None = None
         self._head: ResponseHead | None = None
@@ -220,7 +224,7 @@ class Relay:
         head = self._head
         assert head is not None
         tail = b"".join([piece[-TAIL_BYTES:] for piece in self._ends])
-        if head.length is None and not head.is_chunked and self._is_event_stream and b"[DONE]" not in tail:
+        if head.length is None and not head.is_chunked and self._is_event_stream and not ends_stream(self._path, tail):
             # Its end is that of the connection: nothing but its last event tells a whole one from a broken one.
             self._fail(Failure.BROKEN, now_s)
             return
@@ -260,7 +264,7 @@ class Relay:
         """Say in an event stream that it is broken, where the framing allows another event."""
         if not self._is_event_stream:
             return
-        event = b"data: %b\n\n" % refusals.backend_failed(failure).body()
+        event = refusals.backend_failed(failure).event_at(self._path, self._num_events)
         if not self._ends[-1].endswith((b"\n\n", b"\n\n\r\n")):
             event = b"\n\n" + event  # in the middle of another
         if not self._is_framed:

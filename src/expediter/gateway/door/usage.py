@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from expediter.gateway.backends.backend import Usage
+from expediter.gateway.errors import MESSAGES_PATH, RESPONSES_PATH
 
 TAIL_BYTES: Final = 4096
 """Of a response's end; usage stands there in all formats."""
@@ -62,6 +63,13 @@ class _Usage(msgspec.Struct):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Usage)
+
+
+def ends_stream(path: str, tail: bytes) -> bool:
+    """Return whether a stream's last bytes are the end of a whole one, by the last event of the API at a path."""
+    if path.startswith(RESPONSES_PATH):
+        return usage_of(tail) is not None  # its last event is the whole response, of whose end this is the beginning
+    return (b"message_stop" if path.startswith(MESSAGES_PATH) else b"[DONE]") in tail
 
 
 def usage_of(tail: bytes) -> Usage | None:

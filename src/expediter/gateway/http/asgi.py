@@ -139,9 +139,9 @@ class AsgiApplication:
 
     def handle(self, request: HttpRequest, reply: Reply) -> None:
         """Answer a request."""
-        AsgiCall(self._app, request, reply, self.refuse(500, "internal error"), scope=self._more)
+        AsgiCall(self._app, request, reply, self.refuse(500, "internal error", request.path), scope=self._more)
 
-    def refuse(self, status: int, message: str) -> Answer:
+    def refuse(self, status: int, message: str, path: str) -> Answer:  # noqa: ARG002 - the same everywhere
         """Return how the server says what is wrong with a request that it cannot take."""
         return Answer(status, [(b"content-type", b"text/plain")], message.encode())
 

@@ -154,7 +154,7 @@ class HttpConnection(asyncio.Protocol):
             if self._request is None and self._in_message:
                 self._head_bytes += len(data)
                 if self._head_bytes > 2 * self._max_head_bytes:
-                    self._turn_away(self._state.app.refuse(431, "the head of the request is too large"))
+                    self._turn_away(self._refuse(431, "the head of the request is too large"))
 
     def _take_known(self, data: bytes, now_s: float) -> bool:
         """Take a whole request in whose head was seen before; return False if it is none."""
@@ -190,7 +190,7 @@ class HttpConnection(asyncio.Protocol):
             if self._transport.is_closing():
                 self._transport.abort()
             elif self._in_message and not self._is_deaf:
-                self._turn_away(self._state.app.refuse(408, "the request took too long to arrive"))
+                self._turn_away(self._refuse(408, "the request took too long to arrive"))
             else:
                 self.close()
 
@@ -286,7 +286,12 @@ class HttpConnection(asyncio.Protocol):
         return self._refusal(413, f"the body exceeds {self._limits.max_body_bytes} bytes")
 
     def _refusal(self, status: int, message: str) -> _RefusedError:
-        return _RefusedError(self._state.app.refuse(status, message))
+        return _RefusedError(self._refuse(status, message))
+
+    def _refuse(self, status: int, message: str) -> Answer:
+        """Return what the client is told of the message that is being read."""
+        target = self._target if self._in_message else b""
+        return self._state.app.refuse(status, message, target.partition(b"?")[0].decode("latin-1"))
 
     def _forget_body(self) -> None:
         self._state.buffered_bytes -= self._body_bytes
@@ -295,14 +300,13 @@ class HttpConnection(asyncio.Protocol):
 
     def _parsing_failed(self, error: httptools.HttpParserError) -> None:
         cause = error.__context__
-        app = self._state.app
         if isinstance(cause, _RefusedError):
             self._turn_away(cause.answer)
         elif isinstance(error, httptools.HttpParserCallbackError):
             logger.error("internal error", exc_info=cause)
-            self._turn_away(app.refuse(500, "internal error"))
+            self._turn_away(self._refuse(500, "internal error"))
         elif self._turns[-1].keeps_alive if self._turns else self.keeps_alive:
-            self._turn_away(app.refuse(400, "the request is no valid HTTP/1.1"))
+            self._turn_away(self._refuse(400, "the request is no valid HTTP/1.1"))
         else:
             self._is_deaf = True  # behind a request that closes the connection anything may come
 
@@ -390,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
             if reply.started:
                 reply.cut()
             else:
-                reply.send(*self._state.app.refuse(500, "internal error"))
+                reply.send(*self._state.app.refuse(500, "internal error", request.path))
 
     @property
     def is_idle(self) -> bool:

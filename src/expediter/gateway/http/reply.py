@@ -34,8 +34,12 @@ class Application(Protocol):
     def handle(self, request: HttpRequest, reply: Reply) -> None:
         """Answer a whole request, now or later. An exception is told to the client as an internal error."""
 
-    def refuse(self, status: int, message: str) -> Answer:
-        """Return how the server says what is wrong with a request that it cannot take."""
+    def refuse(self, status: int, message: str, path: str) -> Answer:
+        """Return how the server says what is wrong with a request that it cannot take.
+
+        Args:
+            path: that it was for, as far as it was read.
+        """
 
 
 class ReplyOwner(Protocol):
