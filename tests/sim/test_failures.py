@@ -257,7 +257,7 @@ def test_wrong_flags_are_answered_with_what_is_wrong(words, message):
         (lambda: Crash(replica=0, at_s=-1.0), "a crash's time must be a number from 0"),
         (lambda: Crash(replica=0, at_s=1.0, down_s=0.0), "must be down for more than 0 s"),
         (lambda: Slowdown(replica=0, at_s=0.0, for_s=1.0, factor=0.5), "a slowdown's factor must be a number from 1"),
-        (lambda: FailureConfig(lose_transfers=1.5), "lose_transfers must be a share between 0 and 1"),
+        (lambda: FailureConfig(lose_transfers=1.5), "lose_transfers must lie between 0 and 1"),
         (lambda: FailureConfig(crash_every_s=0.0), "crash_every_s must be above 0"),
     ],
 )

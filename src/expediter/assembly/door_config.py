@@ -9,6 +9,7 @@ from expediter.assembly.file_config import FileConfig
 from expediter.assembly.observing import ObservingConfig
 from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_not_negative
 from expediter.gateway.admin import ADMIN_KEY_VARIABLE, check_admin_address
 from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.tenants import TenantBook
@@ -47,8 +48,7 @@ class DoorConfig:
         for port in (self.port, self.admin_port or 0):
             if not 0 <= port < 1 << 16:
                 raise ConfigurationError(f"port must lie in [0, 65535], not {port}")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigurationError("shutdown_timeout_s must not be negative")
+        require_not_negative(self, "shutdown_timeout_s")
         if not all(self.api_keys):
             raise ConfigurationError("an API key must not be empty")
         if self.num_processes < 1:

@@ -19,6 +19,7 @@ from expediter.assembly.observing import ObservingConfig
 from expediter.assembly.presets import Preset
 from expediter.control.routing.build import make_router
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least, require_not_negative
 from expediter.engine.tokenizer import Tokenizer
 from expediter.gateway.api.operations import OWN_OPERATIONS
 from expediter.gateway.app import build_app
@@ -91,16 +92,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ConfigurationError(f"replicas must be at least 1, not {self.num_replicas}")
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
-        if self.swap_space_bytes < 0:
-            raise ConfigurationError(f"swap_space_bytes must not be negative, not {self.swap_space_bytes}")
-        if self.preset.block_size < 1:
-            raise ConfigurationError(f"block_size must be at least 1, not {self.preset.block_size}")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigurationError("shutdown_timeout_s must not be negative")
+        require_at_least(1, self, "max_model_len", "num_blocks", "kv_cache_memory_bytes")
+        require_at_least(1, self.preset, "block_size")
+        require_not_negative(self, "swap_space_bytes", "shutdown_timeout_s")
         if self.preset.cluster.routing.prefix_knowledge == "exact":
             raise ConfigurationError("prefix_knowledge exact is for simulations: no server looks into its replicas")
         if self.preset.cluster.prefill_share:

@@ -12,8 +12,8 @@ from expediter.control.handoff import transfer_style
 from expediter.control.migration import MigrationConfig
 from expediter.control.routing.base import Router
 from expediter.control.routing.build import RoutingConfig
-from expediter.core.errors import ConfigurationError
 from expediter.core.ports import StepTimeModel
+from expediter.core.ranges import require_above_zero, require_at_least, require_not_negative
 from expediter.core.slo import Slo, SloClass
 from expediter.perfmodel.dimensions import ModelShape
 from expediter.perfmodel.hardware import Gpu, gpu_named
@@ -129,18 +129,12 @@ class SimulationConfig:
     jumps: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "replicas", "block_size", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
-        for name in ("swap_space_bytes", "num_host_blocks", "block_swap_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"{name} must not be negative, not {value}")
+        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "expert_parallel")
+        require_at_least(1, self, "replicas", "block_size", "num_blocks")
+        require_not_negative(self, "swap_space_bytes", "num_host_blocks", "block_swap_s")
         check_pools(self.pools)
         self.failures.check(sum(pool.replicas for pool in self.pools) or self.replicas)
-        if self.cold_start_s is not None and not self.cold_start_s > 0:
-            raise ConfigurationError(f"cold_start_s must be above 0, not {self.cold_start_s}")
+        require_above_zero(self, "cold_start_s")
         if self.transfer is not None:
             transfer_style(self.transfer)
 

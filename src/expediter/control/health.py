@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_above_zero, require_at_least, require_share
 
 
 class Failure(enum.Enum):
@@ -78,14 +79,9 @@ class HealthConfig:
     idle_probe_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.max_failures_in_a_row < 1:
-            raise ConfigurationError(f"max_failures_in_a_row must be at least 1, not {self.max_failures_in_a_row}")
-        for name in ("max_failed_share", "jitter", "max_ejected_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
-        for name in ("window_s", "min_requests", "min_ejection_s", "stable_s", "idle_probe_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)}")
+        require_at_least(1, self, "max_failures_in_a_row")
+        require_share(self, "max_failed_share", "jitter", "max_ejected_share")
+        require_above_zero(self, "window_s", "min_requests", "min_ejection_s", "stable_s", "idle_probe_s")
         if not self.min_ejection_s <= self.max_ejection_s < math.inf:
             raise ConfigurationError(f"max_ejection_s must be at least min_ejection_s, not {self.max_ejection_s}")
 

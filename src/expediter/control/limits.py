@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least
 
 _MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
@@ -55,10 +55,7 @@ class Limits:
     max_concurrent_requests: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_concurrent_requests"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        require_at_least(1, self, "max_requests_per_minute", "max_tokens_per_minute", "max_concurrent_requests")
 
 
 NO_LIMITS: Final = Limits()

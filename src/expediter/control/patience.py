@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least
 
 _FADE_S: Final = 300.0
 _START_TOKENS: Final = 512
@@ -52,8 +53,7 @@ class PatienceConfig:
     def __post_init__(self) -> None:
         if not 0 < self.min_progress_s <= self.max_progress_s < math.inf:
             raise ConfigurationError("min_progress_s must be above 0, and max_progress_s not below it")
-        if not self.factor >= 1:
-            raise ConfigurationError(f"factor must be at least 1, not {self.factor}")
+        require_at_least(1, self, "factor")
 
 
 def size_of(silence: Silence, num_prompt_tokens: int, num_output_tokens: float) -> float:

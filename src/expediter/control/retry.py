@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least, require_not_negative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +32,8 @@ class RetryConfig:
     max_backoff_s: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigurationError(f"max_attempts must be at least 1, not {self.max_attempts}")
-        for name in ("share", "min_per_s", "max_saved", "backoff_s", "max_backoff_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name)}")
+        require_at_least(1, self, "max_attempts")
+        require_not_negative(self, "share", "min_per_s", "max_saved", "backoff_s", "max_backoff_s")
 
 
 class RetryBudget:

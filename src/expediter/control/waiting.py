@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from expediter.control.draining import Drain, FleetKnowledge, excess_s, is_hopeless
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_not_negative
 from expediter.core.request import Request, RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.build import ORDERINGS, Surroundings
@@ -45,9 +46,7 @@ class QueueConfig:
     def __post_init__(self) -> None:
         if self.ordering is not None and self.ordering not in ORDERINGS:
             raise ConfigurationError(f"no ordering {self.ordering!r}; there are: {', '.join(ORDERINGS)}")
-        for name in ("max_requests", "max_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"the queue's {name} must not be negative, not {getattr(self, name)}")
+        require_not_negative(self, "max_requests", "max_tokens")
 
     def or_ordering(self, ordering: str) -> QueueConfig:
         """Return the same queue, in this order if none is named."""

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least, require_not_negative
 from expediter.engine.executor import TorchExecutor
 from expediter.engine.kv_pool import KVShape
 from expediter.engine.structured import CompiledGrammars, GrammarCompiler
@@ -57,12 +58,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ConfigurationError(f"no dtype {self.dtype!r}; there are {', '.join(_DTYPES)}")
-        for name in ("block_size", "num_blocks", "kv_cache_bytes", "max_num_seqs", "max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
-        if self.swap_space_bytes < 0:
-            raise ConfigurationError(f"swap_space_bytes must not be negative, not {self.swap_space_bytes}")
+        require_at_least(1, self, "block_size", "num_blocks", "kv_cache_bytes")
+        require_at_least(1, self, "max_num_seqs", "max_model_len", "num_threads")
+        require_not_negative(self, "swap_space_bytes")
 
 
 def load_executor(config: EngineConfig) -> TorchExecutor:

@@ -18,7 +18,8 @@ from typing import Final
 
 import msgspec
 
-from expediter.core.errors import CapacityError, ConfigurationError
+from expediter.core.errors import CapacityError
+from expediter.core.ranges import require_above_zero, require_at_least
 from expediter.core.request import MAX_GRAMMAR_BYTES, Grammar
 from expediter.engine.structured import GrammarKind
 from expediter.gateway.bodies import GenerationBody, JsonObjectFormat, JsonSchemaFormat
@@ -145,10 +146,8 @@ class GrammarLimits:
     max_known: int = 128
 
     def __post_init__(self) -> None:
-        if not min(self.deadline_s, self.max_wait_s) > 0:
-            raise ConfigurationError("deadline_s and max_wait_s must be above 0")
-        if min(self.num_workers, self.max_waiting, self.max_known) < 1:
-            raise ConfigurationError("num_workers, max_waiting and max_known must be at least 1")
+        require_above_zero(self, "deadline_s", "max_wait_s")
+        require_at_least(1, self, "num_workers", "max_waiting", "max_known")
 
 
 class Grammars:

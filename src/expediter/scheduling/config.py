@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least, require_not_negative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,8 @@ class SchedulerConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scan"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_preemptions", "max_bypasses", "watermark_blocks", "max_explanations"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name)}")
+        require_at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_scan")
+        require_not_negative(self, "max_preemptions", "max_bypasses", "watermark_blocks", "max_explanations")
         for tenant, weight in self.tenant_weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise ConfigurationError(f"the weight of tenant {tenant!r} must be a number above 0, not {weight}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.events import ReplicaDown, ReplicaUp
+from expediter.core.ranges import require_above_zero, require_share
 from expediter.sim.journeys import Journeys
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.observer import Observer
@@ -86,13 +87,9 @@ class FailureConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("crash_every_s", "slow_every_s", "down_s", "slow_for_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{name} must be above 0, not {value}")
+        require_above_zero(self, "crash_every_s", "slow_every_s", "down_s", "slow_for_s")
         _check(self.slow_factor, "slow_factor", 1.0)
-        if not 0 <= self.lose_transfers <= 1:
-            raise ConfigurationError(f"lose_transfers must be a share between 0 and 1, not {self.lose_transfers}")
+        require_share(self, "lose_transfers")
 
     @property
     def is_empty(self) -> bool:

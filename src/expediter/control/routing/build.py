@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
@@ -28,6 +27,7 @@ from expediter.control.routing.scored import Filter, Scored, Softmax
 from expediter.control.routing.simple import LeastLoad, RoundRobin
 from expediter.control.routing.splitwise import Splitwise
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_above_zero, require_at_least, require_not_negative
 
 PrefixKnowledge = Literal["dispatched", "exact"]
 """Where a router learns what caches hold: from what it sent there, or by asking (replicas of a simulation only)."""
@@ -80,15 +80,10 @@ class RoutingConfig:
         for field, names in (("prefix_knowledge", get_args(PrefixKnowledge)), ("early_rejection", EARLY_REJECTIONS)):
             if getattr(self, field) not in names:
                 raise ConfigurationError(f"no {field} {getattr(self, field)!r}; there are: {', '.join(names)}")
-        for field, least in (("max_relative_load", 1.0), ("fetch_ratio", 1.0), ("max_extra_requests", 0.0)):
-            if not least <= getattr(self, field) < math.inf:
-                raise ConfigurationError(f"{field} must be at least {least:g}, not {getattr(self, field)}")
-        for field in ("tenant_quantum_tokens", "prefill_weight", "decode_time_s", "lend_above_tokens", "lend_above_kv"):
-            value = getattr(self, field)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(f"{field} must be above 0, not {value}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigurationError(f"temperature must not be negative, not {self.temperature}")
+        require_at_least(1, self, "max_relative_load", "fetch_ratio")
+        require_not_negative(self, "max_extra_requests", "temperature")
+        require_above_zero(self, "tenant_quantum_tokens", "prefill_weight", "decode_time_s")
+        require_above_zero(self, "lend_above_tokens", "lend_above_kv")
         self.index()
 
     def caches(self) -> CacheView:

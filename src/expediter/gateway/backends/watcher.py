@@ -16,8 +16,9 @@ from typing import Any, Final
 import aiohttp
 
 from expediter.control.health import Failure
-from expediter.core.errors import ConfigurationError, ReplicaError
+from expediter.core.errors import ReplicaError
 from expediter.core.ports import Clock
+from expediter.core.ranges import require_above_zero
 from expediter.gateway.backends.asking import Asker
 from expediter.gateway.backends.backend import Backend, Kind, Reported
 from expediter.gateway.backends.registry import Backends
@@ -51,9 +52,7 @@ class WatchConfig:
     silent_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("tick_s", "scrape_s", "stale_s", "discover_s", "retry_s", "silent_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)}")
+        require_above_zero(self, "tick_s", "scrape_s", "stale_s", "discover_s", "retry_s", "silent_s")
 
 
 @dataclass(slots=True, eq=False)

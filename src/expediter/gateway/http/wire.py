@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_above_zero
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case; values as they came, without the white space around them."""
@@ -58,9 +58,7 @@ class HttpLimits:
     write_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)}")
+        require_above_zero(self, *self.__dataclass_fields__)
 
 
 class HttpRequest:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Final
 
 from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed, function_rules
-from expediter.gateway.tools.reader import CallReader, Reading
+from expediter.gateway.tools.reader import CallSequence, Reading
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
@@ -33,14 +33,17 @@ class HermesParser:
     """A `CallParser`. What turns out to be no call is text like any other, its tags included."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        self._calls = CallSequence(_CLOSE)
         self._state = _State.TEXT
         self._held = ""
         self._raw = ""
         """What was read since the tag opened, in case that it is no call after all."""
-        self._reader = CallReader(0, _CLOSE)
         self._calls_before = 0
         self._follows_call = False
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
 
     def push(self, text: str) -> Parsed:
         self._held += text
@@ -53,8 +56,8 @@ class HermesParser:
         parsed = Parsed()
         if self._state is _State.TEXT:
             parsed.text += "" if self._follows_call and not self._held.strip() else self._held
-        elif self._state is _State.CALL and not self._reader.is_call:
-            parsed.text += self._raw + self._reader.held
+        elif self._state is _State.CALL and self._calls.held:
+            parsed.text += self._raw + self._calls.held
         elif self._state is _State.BETWEEN and self.num_calls == self._calls_before:
             parsed.text += self._raw + self._held
         return parsed
@@ -99,7 +102,7 @@ class HermesParser:
             self._state = _State.TEXT
             return True
         if rest.startswith("{"):
-            self._reader = CallReader(self.num_calls, _CLOSE)
+            self._calls.begin()
             self._state = _State.CALL
             return True
         if rest and not _CLOSE.startswith(rest):
@@ -110,20 +113,12 @@ class HermesParser:
     def _read_call(self, parsed: Parsed) -> bool:
         if not self._held:
             return False
-        reader = self._reader
-        was_call = reader.is_call
-        parsed.calls += reader.push(self._held)
-        self._held = ""
-        self.num_calls += reader.is_call and not was_call
-        if reader.state is Reading.NO_CALL:
-            self._held = reader.held
+        reading, self._held = self._calls.read(self._held, parsed)
+        if reading is Reading.NO_CALL:
             self._give_up(parsed)
-            return True
-        if reader.state is Reading.DONE:
-            self._held = reader.held
+        elif reading is Reading.DONE:
             self._state = _State.BETWEEN
-            return True
-        return False
+        return reading in (Reading.NO_CALL, Reading.DONE)
 
     def _give_up(self, parsed: Parsed) -> None:
         """What stands behind the tag is no call: all of it is text."""

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Final
 
 from expediter.gateway.tools.base import MAX_FORCED_CALLS, Function, Parsed, function_rules
-from expediter.gateway.tools.reader import CallReader, Reading
+from expediter.gateway.tools.reader import CallSequence, Reading
 
 _PYTHON_TAG: Final = "<|python_tag|>"
 """May stand before a call; where it is a special token, it is not in the text at all."""
@@ -30,12 +30,15 @@ class LlamaParser:
     """A `CallParser`. An answer that does not begin with a call has none."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        self._calls = CallSequence()
         self._state = _State.START
         self._held = ""
         self._raw = ""
         """White space and tag before what may be a call, in case that it is none."""
-        self._reader = CallReader(0)
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
 
     def push(self, text: str) -> Parsed:
         self._held += text
@@ -50,8 +53,9 @@ class LlamaParser:
         return parsed
 
     def flush(self) -> Parsed:
-        if self._state is _State.CALL and not self._reader.is_call:
-            return Parsed(self._raw + self._reader.held)
+        if self._state is _State.CALL:
+            held = self._calls.held
+            return Parsed(self._raw + held if held else "")
         return Parsed() if self._state is not _State.START or self.num_calls else Parsed(self._raw + self._held)
 
     def _read_start(self) -> None:
@@ -63,23 +67,18 @@ class LlamaParser:
             return
         self._raw = self._held[: len(self._held) - len(rest)]
         if rest.startswith("{"):
-            self._reader = CallReader(self.num_calls)
+            self._calls.begin()
             self._held = rest
             self._state = _State.CALL
         else:
             self._state = _State.TEXT
 
     def _read_call(self, parsed: Parsed) -> None:
-        reader = self._reader
-        was_call = reader.is_call
-        parsed.calls += reader.push(self._held)
-        self._held = ""
-        self.num_calls += reader.is_call and not was_call
-        if reader.state is Reading.NO_CALL:
-            self._held = self._raw + reader.held
+        reading, self._held = self._calls.read(self._held, parsed)
+        if reading is Reading.NO_CALL:
+            self._held = self._raw + self._held
             self._state = _State.TEXT
-        elif reader.state is Reading.DONE:
-            self._held = reader.held
+        elif reading is Reading.DONE:
             self._state = _State.START
             self._read_start()
 

@@ -7,7 +7,7 @@ import re
 from enum import Enum, auto
 from typing import Final
 
-from expediter.gateway.tools.base import CallDelta, new_key
+from expediter.gateway.tools.base import CallDelta, Parsed, new_key
 
 _HEAD: Final = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>(?:[^"\\]|\\.)+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -142,6 +142,38 @@ class CallReader:
     def _begun(self, name: str) -> CallDelta:
         self._key = new_key()
         return CallDelta(self._index, self._key, name, "")
+
+
+class CallSequence:
+    """The calls of one text, one after the other.
+
+    Args:
+        closing: as of `CallReader`.
+    Attributes:
+        num_calls: that have begun.
+    """
+
+    def __init__(self, closing: str = "") -> None:
+        self.num_calls = 0
+        self._closing = closing
+        self._reader = CallReader(0, closing)
+
+    @property
+    def held(self) -> str:
+        """Text of what is not known to be a call yet."""
+        return "" if self._reader.is_call else self._reader.held
+
+    def begin(self) -> None:
+        """Expect another call: the next text begins with its brace."""
+        self._reader = CallReader(self.num_calls, self._closing)
+
+    def read(self, text: str, parsed: Parsed) -> tuple[Reading, str]:
+        """Add what new text tells of the call; return how far it is, and once it is over the text that is left."""
+        reader = self._reader
+        was_call = reader.is_call
+        parsed.calls += reader.push(text)
+        self.num_calls += reader.is_call and not was_call
+        return reader.state, reader.held if reader.state in (Reading.DONE, Reading.NO_CALL) else ""
 
 
 def _call_in(text: str) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from expediter.assembly.simulation import DEFAULT_SLO, SimulationConfig
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least
 from expediter.sim.trace import Trace, trace_summary
 from expediter.studies.planning.answer import Choice, Plan, Point, RuledOut
 from expediter.studies.planning.bounds import Bound, Bounds
@@ -63,9 +64,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if not 0 < self.attainment <= 1:
             raise ConfigurationError(f"attainment must lie in (0, 1], not {self.attainment}")
-        for name in ("top", "seeds", "max_simulations"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        require_at_least(1, self, "top", "seeds", "max_simulations")
         if self.max_s is not None and not self.max_s > 0:
             raise ConfigurationError(f"the time to plan must be above 0 s, not {self.max_s}")
         if self.base.step_time is not None:
