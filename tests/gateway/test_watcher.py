@@ -28,9 +28,31 @@ vllm:cache_config_info{block_size="32",kv_cache_size_tokens="16384",num_gpu_bloc
 """
 
 
+# As sglang/srt/observability/metrics_collector.py (0.5.23) writes them: two engines, the second in a pipeline of two
+# stages, with the metrics of all ranks, and with priorities.
+SGLANG_ENGINE = """sglang:num_running_reqs{dp_rank="%(dp)d",model_name="m",priority="",%(rank)s} 3.0
+sglang:num_running_reqs{dp_rank="%(dp)d",model_name="m",priority="0",%(rank)s} 1.0
+sglang:num_running_reqs{dp_rank="%(dp)d",model_name="m",priority="5",%(rank)s} 2.0
+sglang:num_queue_reqs{dp_rank="%(dp)d",model_name="m",priority="",%(rank)s} 4.0
+sglang:num_queue_reqs{dp_rank="%(dp)d",model_name="m",priority="5",%(rank)s} 4.0
+sglang:token_usage{dp_rank="%(dp)d",model_name="m",priority="",%(rank)s} 0.25
+sglang:max_total_num_tokens{dp_rank="%(dp)d",model_name="m",priority="",%(rank)s} 1000.0
+"""
+SGLANG = "".join(
+    SGLANG_ENGINE % {"dp": dp, "rank": rank}
+    for dp, rank in (
+        (0, 'moe_ep_rank="0",pp_rank="0",tp_rank="0"'),
+        (0, 'moe_ep_rank="0",pp_rank="0",tp_rank="1"'),
+        (1, 'moe_ep_rank="0",pp_rank="0",tp_rank="2"'),
+        (1, 'moe_ep_rank="0",pp_rank="1",tp_rank="2"'),
+    )
+)
+
+
 @pytest.mark.parametrize(
     ("page", "load"),
     [
+        (SGLANG, (6, 8, 0.25, 2000)),
         (VLLM, (5, 4, 0.75, 16384)),
         ('sglang:num_running_reqs{x="1"} 7\nsglang:num_queue_reqs 1\nsglang:token_usage 0.5\n', (7, 1, 0.5, None)),
         ("llamacpp:requests_processing 1\nllamacpp:requests_deferred 2\n", (1, 2, None, None)),
@@ -146,11 +168,17 @@ def test_keys_are_sent_to_backends():
     [
         (
             "sglang",
-            {"/server_info": {"max_running_requests": 64, "max_total_num_tokens": 9000}},
+            {
+                "/server_info": {
+                    "max_running_requests": None,
+                    "max_total_num_tokens": 9000,
+                    "internal_states": [{"effective_max_running_requests_per_dp": 32}] * 2,
+                }
+            },
             Kind.SGLANG,
-            (64, 9000),
+            (64, 18000),
         ),
-        ("sglang", {"/get_server_info": {"internal_states": [{"max_running_requests": 8}]}}, Kind.SGLANG, (8, None)),
+        ("sglang", {"/get_server_info": {"max_running_requests": 8}}, Kind.SGLANG, (8, None)),
         (
             "llamacpp",
             {"/props": {"total_slots": 4, "default_generation_settings": {"n_ctx": 1024}}},

@@ -97,20 +97,30 @@ class Asker:
         return Failure.STATUS_5XX if status >= 500 else None
 
     async def _ask_sglang(self, found: Discovered) -> Discovered:
+        """Ask for SGLang's limits: those of each data-parallel engine, and how many there are.
+
+        Its `max_running_requests` is what its command line said, mostly null; what it works with is in the states.
+        Source: sglang/srt/entrypoints/http_server.py, managers/scheduler_components/internal_state.py (0.5.23).
+        """
         for path in ("/server_info", "/get_server_info"):  # the newer name first
             status, answer = await self._json(path)
             if status == 200 and isinstance(answer, dict):
                 states = answer.get("internal_states")
-                inner = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-                facts = {**inner, **answer}
+                engines = [each for each in states if isinstance(each, dict)] if isinstance(states, list) else []
+                limits = [_count(each.get("effective_max_running_requests_per_dp")) or 0 for each in engines]
+                tokens = _count(answer.get("max_total_num_tokens"))
                 return found._replace(
-                    max_requests=_count(facts.get("max_running_requests")),
-                    max_kv_tokens=_count(facts.get("max_total_num_tokens")),
-                    max_model_len=found.max_model_len or _count(facts.get("context_length")),
+                    max_requests=sum(limits) or _count(answer.get("max_running_requests")),
+                    max_kv_tokens=tokens and tokens * max(1, len(engines)),
+                    max_model_len=found.max_model_len or _count(answer.get("context_length")),
                 )
         return found
 
     async def _ask_llama_cpp(self, found: Discovered) -> Discovered:
+        """Ask for llama.cpp's limits.
+
+        Source: tools/server/server-context.cpp (build 11434).
+        """
         status, answer = await self._json("/props")
         if status != 200 or not isinstance(answer, dict):
             return found
@@ -120,7 +130,8 @@ class Asker:
         return found._replace(
             max_requests=slots,
             max_model_len=found.max_model_len or context,
-            # Each slot has a context of its own, and keeps it until another prompt takes the slot.
+            # A guess, for it does not say. Slots have a context each, or share one (`--kv-unified`, the default without
+            # `--parallel`), and prompts that leave a slot are kept in host memory (`--cache-ram`, 8 GiB by default).
             max_kv_tokens=slots * context if slots and context else None,
         )
 

@@ -26,7 +26,9 @@ class Load(NamedTuple):
     max_kv_tokens: int | None
 
 
-# Expediter has vLLM's names. SGLang's and llama.cpp's metrics have to be switched on there; TGI's are always on.
+# Expediter has vLLM's names. SGLang's and llama.cpp's metrics have to be switched on; TGI's are always on. Sources:
+# vllm/v1/metrics/loggers.py (0.32), sglang/srt/observability/metrics_collector.py (0.5.23), llama.cpp's
+# tools/server/server-task.cpp (build 11434), text-generation-inference's backends/v3/src/backend.rs and queue.rs.
 _RUNNING: Final = frozenset(
     {"vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing", "tgi_batch_current_size"}
 )
@@ -38,45 +40,57 @@ _KV_USE: Final = frozenset(
         "vllm:kv_cache_usage_perc",
         "vllm:gpu_cache_usage_perc",  # before 0.10
         "sglang:token_usage",
-        "llamacpp:kv_cache_usage_ratio",
+        "llamacpp:kv_cache_usage_ratio",  # before May 2025; since then it does not say
     }
 )
 _KV_TOKENS: Final = "sglang:max_total_num_tokens"
 _CACHE_CONFIG: Final = "vllm:cache_config_info"
 _PREFIXES: Final = ("vllm:", "sglang:", "llamacpp:", "tgi_")
+_RANK: Final = re.compile(r'dp_rank="(\d+)"')
 _LABEL: Final = re.compile(r'(kv_cache_size_tokens|num_gpu_blocks|block_size)="(\d+)"')
 
 
 def read_load(page: str) -> Load | None:
     """Read a page of metrics; None if it says nothing of the requests there. What is malformed is passed over."""
-    running: list[float] = []
-    waiting: list[float] = []
+    running: dict[str, float] = {}
+    waiting: dict[str, float] = {}
+    kv_tokens: dict[str, float] = {}
     kv_use: list[float] = []
-    kv_tokens: list[float] = []
     for line in page.splitlines():
         if not line.startswith(_PREFIXES):
             continue
         name, labels, value = _sample(line)
+        if not 0 <= value < math.inf:
+            continue
         if name in _RUNNING:
-            running.append(value)
+            _count(running, labels, value)
         elif name in _WAITING:
-            waiting.append(value)
+            _count(waiting, labels, value)
         elif name in _KV_USE:
             kv_use.append(value)
         elif name == _KV_TOKENS:
-            kv_tokens.append(value)
+            _count(kv_tokens, labels, value)
         elif name == _CACHE_CONFIG:
-            kv_tokens.append(_cache_tokens(labels))
-    counts = [each for each in running + waiting if math.isfinite(each) and each >= 0]
-    if not counts:
+            _count(kv_tokens, labels, _cache_tokens(labels))
+    if not running and not waiting:
         return None
-    uses = [each for each in kv_use if 0 <= each <= 1]
-    tokens = sum(each for each in kv_tokens if each > 0 and math.isfinite(each))
-    return Load(_total(running), _total(waiting), max(uses, default=None), int(tokens) or None)
+    uses = [each for each in kv_use if each <= 1]
+    total_tokens = int(sum(kv_tokens.values()))
+    return Load(int(sum(running.values())), int(sum(waiting.values())), max(uses, default=None), total_tokens or None)
 
 
-def _total(values: list[float]) -> int:
-    return int(sum(each for each in values if math.isfinite(each) and each > 0))
+def _count(counts: dict[str, float], labels: str, value: float) -> None:
+    """Count what one engine says once.
+
+    Engines behind one address, vLLM's and SGLang's data-parallel ones, each have lines of their own, and all of them
+    count. SGLang has several for one: every stage of a pipeline repeats the number, with `--enable-metrics-for-all-
+    schedulers` every rank does, and with `--enable-priority-scheduling` each priority has a line beside the total.
+    """
+    engine = labels
+    if "tp_rank=" in labels:
+        rank = _RANK.search(labels)
+        engine = "" if rank is None else rank[1]
+    counts[engine] = max(counts.get(engine, 0.0), value)
 
 
 def _sample(line: str) -> tuple[str, str, float]:
