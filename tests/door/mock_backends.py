@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import httptools
 
-Moment = Literal["before_head", "after_head", "mid_stream"]
+Moment = Literal["before_head", "after_head", "after_pings", "mid_stream"]
 Result = TypeVar("Result")
 
 _BLOCK_BYTES = 64
@@ -57,6 +57,8 @@ class Behaviour:
     Attributes:
         status: answered with instead of 200, until `status_until_s` (of `time.monotonic`).
         prefill_s: before the head of a response.
+        pings_s: before each of the comments that come between the head of a stream and its first event.
+        after_pings_s: between the last of these comments and the first event.
         num_chunks, gap_s: of a stream, and between its chunks.
         reply_bytes: length of the text of a reply, or of each chunk of a stream.
         hang, reset: the moment at which nothing more comes, or the connection breaks.
@@ -67,6 +69,8 @@ class Behaviour:
     status: int = 200
     status_until_s: float = float("inf")
     prefill_s: float = 0.0
+    pings_s: tuple[float, ...] = ()
+    after_pings_s: float = 0.0
     num_chunks: int = 4
     gap_s: float = 0.0
     reply_bytes: int = 16
@@ -365,6 +369,11 @@ class _Connection(asyncio.Protocol):
     async def _stream(self, body: dict[str, Any], behaviour: Behaviour, text: str) -> None:
         self._head(200, "text/event-stream; charset=utf-8", "transfer-encoding: chunked")
         await self._come_to("after_head", behaviour)
+        for pause_s in behaviour.pings_s:
+            await asyncio.sleep(pause_s)
+            self._chunk(b":\n\n")
+        await self._come_to("after_pings", behaviour)
+        await asyncio.sleep(behaviour.after_pings_s)
         for number in range(behaviour.num_chunks):
             if number == behaviour.num_chunks // 2:
                 await self._come_to("mid_stream", behaviour)

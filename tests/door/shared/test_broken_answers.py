@@ -54,6 +54,33 @@ def test_a_stream_that_hangs_is_ended_by_its_lack_of_progress(mocks: list[MockBa
         run(story())
 
 
+def test_comments_that_keep_a_stream_alive_are_no_first_token(mocks: list[MockBackend]) -> None:
+    """llama.cpp and TGI send them while they compute a long prompt: they go on at once, and the wait is for its start.
+
+    It is borne as long as such a start is, not as a gap, and is the time to the first token.
+    """
+    with front_door(mocks, config="[door]\nmin_progress_s = 0.5\n") as door:
+
+        async def story() -> None:
+            all_do(mocks, num_chunks=6, gap_s=0.01, prefill_s=1.0)
+            assert all(answer.is_good for answer in await ask_all(door.port, [chat(stream=True)] * 20, 8))
+            all_do(mocks, num_chunks=6, gap_s=0.01, pings_s=(0.3, 0.3), after_pings_s=1.5)
+            answer = await ask(door.port, chat(stream=True))
+            assert answer.is_good
+            assert [data for _, data in answer.chunks[:2]] == [b":\n\n"] * 2
+            assert answer.chunks[1][0] - answer.sent_s < 1.5
+            assert answer.events[-1] == "[DONE]"
+            (told,) = door.get(f"/requests/{answer.headers['x-request-id']}").json["gateway"]
+            assert told["spans"][-2]["details"]["first_byte_s"] > 2
+            # Nobody else can go on where bytes have been sent.
+            all_do(mocks, reset="after_pings", pings_s=(0.1,), num_chunks=6)
+            answer = await ask(door.port, chat(stream=True))
+            assert not answer.is_whole
+            assert answer.events[-1]["error"]["message"]
+
+        run(story())
+
+
 def test_a_reply_with_a_length_that_breaks_is_cut_too(door: FrontDoor, mocks: list[MockBackend]) -> None:
     async def story() -> None:
         all_do(mocks, reset="mid_stream", reply_bytes=400_000)

@@ -71,6 +71,7 @@ class Relay:
         "_dispatch",
         "_ends",
         "_head",
+        "_is_answering",
         "_is_framed",
         "_is_paused",
         "_max_gap_s",
@@ -108,6 +109,7 @@ class Relay:
         self._num_bytes = 0
         self._num_events = 0
         self._max_gap_s = 0.0
+        self._is_answering = False
         self._is_framed = False
         self._write: Callable[[bytes], None] = reply.write
         self._is_paused = False
@@ -155,7 +157,7 @@ class Relay:
         """Body bytes: on to the client as they are."""
         now_s = time.monotonic()
         dispatch = self._dispatch
-        if self.first_byte_s is None:
+        if not self._is_answering:
             self._begin(data, now_s)
         else:
             gap_s = now_s - dispatch.progress_s
@@ -182,7 +184,7 @@ class Relay:
         silent_s = now_s - self._dispatch.progress_s
         if silent_s < self._patience.min_s:
             return
-        silence = self._first_silence if self.first_byte_s is None else Silence.GAP
+        silence = Silence.GAP if self._is_answering else self._first_silence
         size = size_of(silence, self._dispatch.num_tokens, self._output_tokens)
         if silent_s >= self._patience.limit_s(self._dispatch.backend.replica_id, silence, size):
             self.give_up(Failure.TIMEOUT, now_s)
@@ -206,12 +208,24 @@ class Relay:
         return self._head is not None and (self._head.header(b"content-type") or b"").startswith(b"text/event-stream")
 
     def _begin(self, data: bytes, now_s: float) -> None:
-        head, reply = self._head, self._reply
+        """Hand on what comes up to the first token. Comments may come before it, to keep a stream alive meanwhile.
+
+        Source: llama.cpp's `--sse-ping-interval`, 30 s by default; axum's KeepAlive in text-generation-inference, 15 s.
+        """
+        head = self._head
         assert head is not None
-        self.first_byte_s = now_s
-        if head.status < SERVER_ERROR:
+        if self.first_byte_s is None:
+            self.first_byte_s = now_s
+            self._start_reply(head, data)
+        else:
+            self._write(data)
+        self._is_answering = not self._is_event_stream or b"data:" in data
+        if self._is_answering and head.status < SERVER_ERROR:
             self._dispatch.first_byte(now_s)
             self._asker.answering(now_s)
+
+    def _start_reply(self, head: ResponseHead, data: bytes) -> None:
+        reply = self._reply
         self._is_framed = head.length is not None or (head.is_chunked and reply.takes_chunks)
         if self._is_framed:
             self._write = reply.start_framed(framed_head(head, self._shown_id), data)
