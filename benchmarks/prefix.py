@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report import Row, add_json_option, cpu_us, publish, spread
-from expediter.kvcache.node import Node
 from expediter.kvcache.pool import BlockPool
 from expediter.kvcache.radix import RadixTree
 from expediter.scheduling.build import EVICTIONS
@@ -115,15 +114,14 @@ def bytes_per_token(cache: Cache) -> float:
     """Return the memory of all nodes (objects, tokens, block ids, child tables, heap) per cached token."""
     tree = cache.tree
     heaps = [holder.heap for holder in tree.candidates._holders.values()]
-    total = sys.getsizeof(tree._nodes) + sum(map(sys.getsizeof, heaps)) + tree._node_of.nbytes
+    total = sys.getsizeof(tree.nodes.by_id) + sum(map(sys.getsizeof, heaps)) + tree.nodes.node_of.nbytes
     total += sum(sys.getsizeof(entry) + 32 for heap in heaps for entry in heap)
-    for node in tree._nodes:
-        if isinstance(node, Node):
-            total += sys.getsizeof(node) + sys.getsizeof(node.tokens) + 112 + node.blocks.nbytes
-            total += sys.getsizeof(node.used_s) + sys.getsizeof(node.history)
-            if node.children is not None:
-                keys = sum(sys.getsizeof(key) for key in node.children)
-                total += sys.getsizeof(node.children) + keys
+    for node in tree.nodes:
+        total += sys.getsizeof(node) + sys.getsizeof(node.tokens) + 112 + node.blocks.nbytes
+        total += sys.getsizeof(node.used_s) + sys.getsizeof(node.history)
+        if node.children is not None:
+            keys = sum(sys.getsizeof(key) for key in node.children)
+            total += sys.getsizeof(node.children) + keys
     return total / (tree.num_blocks * _BLOCK_SIZE)
 
 

@@ -120,8 +120,8 @@ def test_colliding_hashes_never_mix_up_prompts(prompts):
             for number, prompt in enumerate(prompts):
                 driver.submit(f"r{number}", prompt, 3)
                 driver.run_to_end()
-            for node in driver.scheduler.kv.tree._nodes:
-                assert node is None or hash(node.tokens) == 1 or not is_colliding
+            for node in driver.scheduler.kv.tree.nodes:
+                assert hash(node.tokens) == 1 or not is_colliding
             admissions.append([request.admissions for request in driver.requests.values()])
     assert admissions[0] == admissions[1]
 
@@ -178,7 +178,7 @@ def test_a_shared_block_on_the_edge_is_freed_once(block_size, num_shared_blocks,
     assert kv.pool.refs.max() == num_sharers
     while driver.live:
         owners = sum(1 for request in driver.live if request.is_running)
-        shared_ids = kv.tables[driver.scheduler.find(driver.live[0].request_id).slot, :num_shared_blocks]
+        shared_ids = kv.tables.ids[driver.scheduler.find(driver.live[0].request_id).slot, :num_shared_blocks]
         assert (kv.pool.refs[shared_ids] == owners).all()
         assert kv.num_used_blocks == num_shared_blocks + sum(
             -(-(r.num_computed_tokens) // block_size) - num_shared_blocks for r in driver.live

@@ -93,11 +93,11 @@ def test_nobody_loses_its_part_while_another_has_more(name: str, steps: list[tup
 
     def leaves() -> list[tuple[str, int, bool]]:
         """Holder, blocks of it, and whether it was used lately, of each leaf that can go."""
-        nodes = [node for node in tree._nodes if node is not None and tree.candidates.can_shorten(node)]
+        nodes = [node for node in tree.nodes if tree.candidates.can_shorten(node)]
         return [(node.holder.name, node.holder.num_blocks, node.used_s > tree._now_s - 600) for node in nodes]
 
     def holders() -> dict[str, int]:
-        nodes = [node for node in tree._nodes if node is not None]
+        nodes = list(tree.nodes)
         by_name = itertools.groupby(sorted(nodes, key=lambda node: node.holder.name), key=lambda node: node.holder.name)
         return {name: sum(len(node.blocks) for node in group) for name, group in by_name}
 

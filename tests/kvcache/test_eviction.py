@@ -63,7 +63,9 @@ class Cache:
         one_by_one = [int(twin.tree.evict(1)[0]) for _ in range(count)]
         evicted = self.kv.tree.evict(count)
         assert evicted.tolist() == one_by_one
-        assert [entry_of(node) for node in self.kv.tree._nodes] == [entry_of(node) for node in twin.tree._nodes]
+        assert [entry_of(node) for node in self.kv.tree.nodes.by_id] == [
+            entry_of(node) for node in twin.tree.nodes.by_id
+        ]
         self.kv.pool.push(evicted)
         self.kv.check()
         return one_by_one
@@ -72,8 +74,7 @@ class Cache:
         """Evict `count` blocks and return the tokens that lay in them."""
         held = {
             block: token
-            for node in self.kv.tree._nodes
-            if node is not None
+            for node in self.kv.tree.nodes
             for block, token in zip(node.blocks.tolist(), np.frombuffer(node.tokens, np.int32).tolist(), strict=True)
         }
         return [held[block] for block in self.evict(count)]
@@ -258,7 +259,7 @@ def test_pins_stay_few_in_memory_however_often_they_are_renewed():
     cache = Cache(Lru())
     for _ in range(1000):
         cache.put(1, 2, hint=CacheHint(pin_s=100.0))
-    assert len(cache.kv.tree.pins._timers) <= 64 + 2 * cache.kv.tree.num_nodes + 1
+    assert len(cache.kv.tree.pins._timers) <= 64 + 2 * len(cache.kv.tree.nodes) + 1
 
 
 def test_a_drop_frees_what_nobody_else_used():
@@ -378,7 +379,7 @@ def run_operations(cache: Cache, operations, *, evict, on_hold=None, on_release=
             full = cache.kv.tree.match(raw(*tokens), "", len(tokens)).num_blocks
             slot = cache.hold(*tokens)
             if slot is not None:
-                blocks = cache.kv.tables[slot, : len(tokens)].tolist()
+                blocks = cache.kv.tables.ids[slot, : len(tokens)].tolist()
                 held.append((slot, blocks))
                 if on_hold is not None:
                     on_hold(path, blocks, match, full)
@@ -453,14 +454,14 @@ def test_pins_are_bounded_and_yield_and_everything_without_owner_can_go(name, op
 
     def evict(count):
         for _ in range(count):
-            leaves = [node for node in tree._nodes if node is not None and tree.candidates.can_shorten(node)]
+            leaves = [node for node in tree.nodes if tree.candidates.can_shorten(node)]
             ordinary = {int(node.blocks[-1]) for node in leaves if not node.pinned_until_s}
             (block,) = cache.evict(1)
             assert not ordinary or block in ordinary
             assert tree.pins.num_blocks <= share * NUM_BLOCKS
         policy = tree.policy
         if isinstance(policy, SegmentedLru):
-            protected = sum(len(node.blocks) for node in tree._nodes if node is not None and node.history)
+            protected = sum(len(node.blocks) for node in tree.nodes if node.history)
             assert policy.num_protected_blocks == protected <= policy.max_protected_blocks
 
     run_operations(cache, operations, evict=evict)
@@ -468,4 +469,4 @@ def test_pins_are_bounded_and_yield_and_everything_without_owner_can_go(name, op
         cache.release(slot)
     evict(cache.kv.num_cached_blocks)
     assert cache.kv.num_free_blocks == NUM_BLOCKS
-    assert tree.pins.num_blocks == tree.num_nodes == 0
+    assert tree.pins.num_blocks == len(tree.nodes) == 0

@@ -70,7 +70,7 @@ def test_adopted_blocks_are_the_sequences_own():
     kv.landings.complete(landing, 1.0)
     assert not kv.adopt(0, landing, 6, 6, 1.0)  # others need what is left
     assert kv.adopt(0, landing, 8, 0, 1.0)
-    assert kv.num_owned[0] == 4
+    assert kv.tables.num_owned[0] == 4
     assert landing.status is LandingStatus.GONE
     kv.landings.release(landing, 1.0)  # too late to matter
     kv.check()
@@ -167,7 +167,7 @@ class LandingMachine(RuleBasedStateMachine):
             return
         block = own[place]
         assert block not in self.kv.pool.free_ids().tolist()
-        assert not self.kv.tree.holds(np.array([block], np.int32))[0]
+        assert not self.kv.tree.nodes.holds(np.array([block], np.int32))[0]
         assert self.kv.pool.refs[block] == 1
         self.contents[block] = self._chain(tokens, landing.num_matched + place)
 
@@ -216,8 +216,8 @@ class LandingMachine(RuleBasedStateMachine):
         match = self.kv.match(as_bytes(tokens), "")
         if not self.kv.admit(slot, match, len(tokens), 0, self.now_s):
             return
-        for place in range(match.num_blocks, int(self.kv.num_owned[slot])):
-            self.contents[self.kv.tables[slot, place]] = self._chain(tokens, place)
+        for place in range(match.num_blocks, int(self.kv.tables.num_owned[slot])):
+            self.contents[self.kv.tables.ids[slot, place]] = self._chain(tokens, place)
         self.kv.commit(slot, as_bytes(tokens), "", len(tokens))
         self.slots[slot] = tokens
 
@@ -238,18 +238,16 @@ class LandingMachine(RuleBasedStateMachine):
     def every_block_is_somewhere_once(self):
         kv = self.kv
         kv.check()
-        owners = Counter(b for slot in self.slots for b in kv.tables[slot, : kv.num_owned[slot]].tolist())
+        owners = Counter(b for slot in self.slots for b in kv.tables.owned(slot).tolist())
         owners.update(block for landing in kv.landings for block in landing.blocks.tolist())
         free = kv.pool.free_ids().tolist()
-        cached = {b for b in range(kv.num_blocks) if kv.tree.holds(np.array([b], np.int32))[0]} - set(owners)
+        cached = {b for b in range(kv.num_blocks) if kv.tree.nodes.holds(np.array([b], np.int32))[0]} - set(owners)
         assert sorted([*free, *cached, *owners]) == list(range(kv.num_blocks))
         assert [owners[b] for b in range(kv.num_blocks)] == kv.pool.refs.tolist()
 
     @invariant()
     def what_can_be_reused_holds_what_it_says(self):
-        for node in self.kv.tree._nodes:
-            if node is None:
-                continue
+        for node in self.kv.tree.nodes:
             path, step = [], node
             while step is not None:
                 path = np.frombuffer(step.tokens, np.int32).tolist() + path

@@ -19,12 +19,12 @@ def make(num_blocks=8, block_size=2, prefix_caching=True) -> KVCacheManager:
 
 
 def table(kv, slot) -> list[int]:
-    return kv.tables[slot, : kv.num_owned[slot]].tolist()
+    return kv.tables.owned(slot).tolist()
 
 
 def test_a_table_never_needs_more_columns_than_the_pool_has_blocks():
-    assert make(num_blocks=8).tables.shape == (4, 8)
-    assert make(num_blocks=80).tables.shape == (4, 32)
+    assert make(num_blocks=8).tables.ids.shape == (4, 8)
+    assert make(num_blocks=80).tables.ids.shape == (4, 32)
     with pytest.raises(ConfigurationError, match="block_size"):
         make(block_size=0)
 
@@ -90,9 +90,9 @@ def test_without_room_nothing_changes():
     match = kv.match(tokens, "")
     assert match.num_blocks == 2
     assert kv.shortage(match, 10, 0) == 1
-    before = (kv.pool.refs.tolist(), kv.pool.free_ids().tolist(), kv.num_owned.tolist())
+    before = (kv.pool.refs.tolist(), kv.pool.free_ids().tolist(), kv.tables.num_owned.tolist())
     assert not kv.admit(1, match, 10, 0, 0.0)
-    assert (kv.pool.refs.tolist(), kv.pool.free_ids().tolist(), kv.num_owned.tolist()) == before
+    assert (kv.pool.refs.tolist(), kv.pool.free_ids().tolist(), kv.tables.num_owned.tolist()) == before
     assert kv.shortage(match, 8, 0) == 0
     assert kv.shortage(match, 8, 1) == 1
     assert not kv.admit(1, match, 8, 1, 0.0)
@@ -124,7 +124,7 @@ def test_exclusive_blocks_are_those_that_would_come_back():
 
     def exclusive(slots, kept=NO_MATCH):
         leaving = np.zeros(12, np.int32)
-        return [kv.num_exclusive_blocks(slot, kept, leaving) for slot in slots]
+        return [kv.tables.num_exclusive(slot, kept, leaving) for slot in slots]
 
     assert exclusive([0]) == [4]
     match = kv.match(raw(range(5)), "")
@@ -167,8 +167,8 @@ def test_a_heir_has_the_blocks_and_the_row_in_flight_stays():
     row = table(kv, 0)
     kv.hand_over(0, 1)
     kv.check()
-    assert table(kv, 1) == row == kv.tables[0, :3].tolist()
-    assert (kv.num_owned[0], kv.num_used_blocks) == (0, 3)
+    assert table(kv, 1) == row == kv.tables.ids[0, :3].tolist()
+    assert (kv.tables.num_owned[0], kv.num_used_blocks) == (0, 3)
     kv.commit(1, raw(range(5)), "", 4)
     kv.release(1, 0.0)
     assert (kv.num_cached_blocks, kv.num_used_blocks) == (2, 0)
@@ -182,10 +182,10 @@ def test_growth_by_one_and_by_runs_fills_the_same_columns():
     slots = np.array([0, 1, 0], np.int32)
     blocks = one.take(3)
     for slot, block in zip(slots, blocks, strict=True):
-        one.append(np.array([slot]), np.array([block]))
-    runs.append(slots, runs.take(3), np.array([0, 0, 1]))
-    assert one.tables.tolist() == runs.tables.tolist()
-    assert one.num_owned.tolist() == runs.num_owned.tolist() == [3, 3, 0, 0]
+        one.tables.append(np.array([slot]), np.array([block]))
+    runs.tables.append(slots, runs.take(3), np.array([0, 0, 1]))
+    assert one.tables.ids.tolist() == runs.tables.ids.tolist()
+    assert one.tables.num_owned.tolist() == runs.tables.num_owned.tolist() == [3, 3, 0, 0]
     runs.check()
 
 
@@ -221,7 +221,7 @@ def test_releasing_twice_is_an_error_of_ours():
     ("damage", "message"),
     [
         (lambda kv: kv.pool.refs.__setitem__(table(kv, 0)[0], 2), "miscounted"),
-        (lambda kv: kv.num_owned.__setitem__(0, 2), "miscounted"),
+        (lambda kv: kv.tables.num_owned.__setitem__(0, 2), "miscounted"),
         (lambda kv: kv.pool._free.__setitem__(0, table(kv, 0)[2]), "two places"),
         (lambda kv: setattr(kv.tree, "num_evictable", 1), "counted"),
     ],

@@ -71,9 +71,9 @@ def test_a_prefix_is_found_in_whole_blocks():
 def test_a_node_is_split_where_prompts_part():
     cache = Cache(8, 1)
     first = cache.put(1, 2, 3, 4)
-    assert cache.tree.num_nodes == 1
+    assert len(cache.tree.nodes) == 1
     second = cache.put(1, 2, 8, 9)
-    assert cache.tree.num_nodes == 3
+    assert len(cache.tree.nodes) == 3
     assert second[:2] == first[:2]
     assert not set(second[2:]) & set(first)
     assert cache.tree.num_blocks == 6
@@ -85,10 +85,10 @@ def test_what_follows_a_reused_prefix_is_a_node_of_its_own():
     cache = Cache(12, 1)
     cache.put(1, 2)
     cache.put(1, 2, 3)
-    assert cache.tree.num_nodes == 2
+    assert len(cache.tree.nodes) == 2
     cache.put(1, 7)
     cache.put(1, 2, 3, 4)
-    assert cache.tree.num_nodes == 5
+    assert len(cache.tree.nodes) == 5
     assert len(cache.found(1, 2, 3, 4)) == 4
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_left_of_an_empty_tree():
         cache.put(1, 2, salt=salt)
     cache.evict(6)
     assert cache.tree._roots == {}
-    assert cache.tree.num_nodes == cache.tree.num_blocks == cache.tree.num_evictable == 0
+    assert len(cache.tree.nodes) == cache.tree.num_blocks == cache.tree.num_evictable == 0
     assert cache.pool.num_free == 6
 
 
@@ -146,7 +146,7 @@ def test_using_the_same_leaf_over_and_over_keeps_the_heap_small():
     cache = Cache(4, 1)
     for _ in range(1000):
         cache.put(1, 2)
-    assert num_entries(cache.tree) <= 64 + 2 * len(cache.tree._nodes) + 1
+    assert num_entries(cache.tree) <= 64 + 2 * len(cache.tree.nodes.by_id) + 1
     cache.put(3, 4)
     tails_first = [*cache.found(1, 2)[::-1], *cache.found(3, 4)[::-1]]
     assert cache.evict(4) == tails_first
@@ -159,15 +159,15 @@ def test_memory_is_bounded_by_the_pool_however_many_prompts_pass():
             cache.evict(4)
         cache.put(number % 3, number, number + 1, number + 2, salt=str(number % 5))
     tree = cache.tree
-    assert len(tree._nodes) <= 17
+    assert len(tree.nodes.by_id) <= 17
     assert num_entries(tree) <= 64 + 2 * 17 + 1
     assert len(tree._roots) <= 5
-    assert sum(len(node.tokens) for node in tree._nodes if node is not None) == 4 * tree.num_blocks
+    assert sum(len(node.tokens) for node in tree.nodes) == 4 * tree.num_blocks
 
 
 def test_an_unknown_block_is_an_error_of_ours():
     with pytest.raises(InvariantError, match="not in the tree"):
-        Cache(4, 1).tree.node_of(2)
+        Cache(4, 1).tree.nodes.holding(2)
 
 
 class Model:

@@ -94,17 +94,17 @@ def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
     decoding = running.decoding
     size = decoding.size
     return {
-        "tables": [kv.tables[slot, :owned].tolist() for slot, owned in enumerate(kv.num_owned.tolist())],
-        "shared": kv._num_shared.tolist(),
+        "tables": [kv.tables.ids[slot, :owned].tolist() for slot, owned in enumerate(kv.tables.num_owned.tolist())],
+        "shared": kv.tables.num_shared.tolist(),
         "owners": kv.pool.refs.tolist(),
         "free": kv.pool.free_ids().tolist(),
         "tree": [
             None if node is None else (node.tokens, node.blocks.tolist(), node.stamp, sorted(node.children or ()))
-            for node in kv.tree._nodes
+            for node in kv.tree.nodes.by_id
         ],
         "pasts": [
             None if node is None else (node.used_s, node.num_hits, node.history, node.pinned_until_s)
-            for node in kv.tree._nodes
+            for node in kv.tree.nodes.by_id
         ],
         "counters": decoding.counters[:, :size].tolist(),
         "decoding": [state.request_id for state in decoding.states[:size]],
@@ -131,10 +131,12 @@ def census(scheduler: Scheduler) -> None:
     """Count blocks and owners anew from the tables, sharing nothing with `Scheduler.check`."""
     kv = scheduler.kv
     owners = Counter(
-        block for slot, count in enumerate(kv.num_owned.tolist()) for block in kv.tables[slot, :count].tolist()
+        block
+        for slot, count in enumerate(kv.tables.num_owned.tolist())
+        for block in kv.tables.ids[slot, :count].tolist()
     )
     free = kv.pool.free_ids().tolist()
-    in_tree = [block for node in kv.tree._nodes if node is not None for block in node.blocks.tolist()]
+    in_tree = [block for node in kv.tree.nodes for block in node.blocks.tolist()]
     cached = set(in_tree) - set(owners)
     assert len(free) + len(cached) + len(owners) == kv.num_blocks
     assert sorted([*free, *cached, *owners]) == list(range(kv.num_blocks))

@@ -38,7 +38,7 @@ def running(driver):
 
 def table(driver, request_id):
     kv, state = driver.scheduler.kv, driver.scheduler.find(request_id)
-    return kv.tables[state.slot, : kv.num_owned[state.slot]].tolist()
+    return kv.tables.owned(state.slot).tolist()
 
 
 def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared():

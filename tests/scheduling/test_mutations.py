@@ -34,8 +34,8 @@ def double_free_of_a_shared_block_on_a_block_edge(monkeypatch):
     release = KVCacheManager.release
 
     def release_twice(self, slot, *args):
-        owned = self.tables[slot, : self.num_owned[slot]].copy()
-        is_on_edge = self._num_shared[slot] == len(owned)
+        owned = self.tables.owned(slot).copy()
+        is_on_edge = self.tables.num_shared[slot] == len(owned)
         release(self, slot, *args)
         last = owned[-1:]
         if is_on_edge and self.pool.refs[last].all():
@@ -51,7 +51,7 @@ def leak_on_abort_mid_chunk(monkeypatch):
     def abort_and_leak(self, request_id, now_s, *args):
         state = self.find(request_id)
         if state in self._running.prefilling and state.num_computed_tokens > 0:
-            self.kv.num_owned[state.slot] = max(1, self.kv._num_shared[state.slot])
+            self.kv.tables.num_owned[state.slot] = max(1, self.kv.tables.num_shared[state.slot])
         return abort(self, request_id, now_s, *args)
 
     monkeypatch.setattr(Scheduler, "abort", abort_and_leak)
@@ -85,9 +85,9 @@ def parked_request_that_keeps_its_blocks(monkeypatch):
 
     def park(self, state, *args):
         kv = self.running.kv
-        blocks = kv.tables[state.slot, : kv.num_owned[state.slot]].copy()
+        blocks = kv.tables.owned(state.slot).copy()
         preempt(self, state, *args)
-        kept = blocks[kv.tree.holds(blocks)]
+        kept = blocks[kv.tree.nodes.holds(blocks)]
         kv.tree.num_evictable -= kv.pool.acquire(kept)
         parked(kv)[state.request_id] = (state, kept)
 

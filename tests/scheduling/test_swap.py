@@ -126,7 +126,7 @@ def test_modes_have_names():
 def test_a_swapped_request_goes_on_where_it_stopped(caching):
     driver = build(caching=caching)
     plan = displace(driver)
-    taken = driver.scheduler.kv.tables[plan.admitted[0].slot]
+    taken = driver.scheduler.kv.tables.ids[plan.admitted[0].slot]
     assert set(plan.swap_out.sources.tolist()) & set(taken.tolist()), "blocks move away and are handed out in one plan"
     driver.finish(plan)
     num_run = driver.requests["it"].num_tokens_run
@@ -361,12 +361,12 @@ def scuffle(seed, seen, *, broken_share=0.0):
                 driver.executor.broken_host_blocks = set(rng.sample(range(12), 3))
             result = driver.executor.execute(plan) if rng.random() < 0.5 else None
             if rng.random() < 0.15 and driver.live:
-                arriving = [r for r in driver.live if driver.scheduler.find(r.request_id).slot in kv._arriving]
+                arriving = [r for r in driver.live if driver.scheduler.find(r.request_id).slot in kv.swaps._arriving]
                 victim = rng.choice(arriving or driver.live).request_id
                 state = driver.scheduler.find(victim)
                 if kv.host.find(state.sequence):
                     seen["aborted on the host"] += 1
-                elif state.slot in kv._arriving:
+                elif state.slot in kv.swaps._arriving:
                     seen["aborted on its way back"] += 1
                 driver.abort(victim)
             driver.apply(result or driver.executor.execute(plan))

@@ -81,6 +81,7 @@ class Landings:
     """All landings of one cache. The manager adopts them into slots and makes them of slots.
 
     Args:
+        shortage: returns how many blocks lack for so many tokens behind a match, if so many must stay available.
         take: returns so many blocks with one owner each, evicting if it must.
         prefix_caching: whether landed blocks can be reused by others.
     """
@@ -90,6 +91,7 @@ class Landings:
         pool: BlockPool,
         tree: RadixTree,
         block_size: int,
+        shortage: Callable[[PrefixMatch, int, int], int],
         take: Callable[[int], BlockIds],
         *,
         prefix_caching: bool,
@@ -97,6 +99,7 @@ class Landings:
         self._pool = pool
         self._tree = tree
         self._block_size = block_size
+        self._shortage = shortage
         self._take = take
         self._prefix_caching = prefix_caching
         self._held: dict[int, Landing] = {}
@@ -149,12 +152,6 @@ class Landings:
             return NO_MATCH
         return self._tree.match(tokens, salt, num_tokens // self._block_size)
 
-    def shortage(self, match: PrefixMatch, num_reserved: int, spare_blocks: int) -> int:
-        """Return how many blocks `reserve` would lack; at most 0 if it would succeed."""
-        ownerless = match.num_blocks - int(np.count_nonzero(self._pool.refs[match.blocks]))
-        missing = -(-num_reserved // self._block_size) - match.num_blocks
-        return missing + spare_blocks - (self._pool.num_free + self._tree.num_evictable - ownerless)
-
     def reserve(
         self, tokens: bytes, salt: str, num_tokens: int, *, num_reserved: int, spare_blocks: int, now_s: float
     ) -> Landing | None:
@@ -171,13 +168,10 @@ class Landings:
             None if there is no room; then nothing has changed.
         """
         match = self.match(tokens, salt, num_tokens)
-        if self.shortage(match, num_reserved, spare_blocks) > 0:
+        if self._shortage(match, num_reserved, spare_blocks) > 0:
             return None
         self._tree.advance(now_s)
-        if match.num_blocks:
-            # Owned first, so that making room for the rest cannot evict them.
-            self._tree.num_evictable -= self._pool.acquire(match.blocks)
-            self._tree.hit(int(match.blocks[-1]))
+        self._tree.own(match)  # first, so that making room for the rest cannot evict them
         missing = -(-num_reserved // self._block_size) - match.num_blocks
         own = self._take(missing) if missing > 0 else NO_BLOCKS
         blocks = np.concatenate((match.blocks, own))
@@ -214,17 +208,8 @@ class Landings:
         if landing.status not in (LandingStatus.ARRIVING, LandingStatus.LANDED):
             return
         was_arriving = landing.status is LandingStatus.ARRIVING
-        shared = landing.num_shared
-        owned, own = landing.blocks[:shared], landing.blocks[shared:]
-        self._tree.num_evictable += len(self._pool.disown(owned))
-        self._tree.advance(now_s)
-        if shared:
-            last = int(owned[-1])
-            self._tree.touch(last)
-            if hint is not None and hint.drop:
-                self._pool.push(self._tree.drop(last))
-            elif hint is not None:
-                self._tree.pin(last, now_s + hint.pin_s)
+        shared, own = landing.num_shared, landing.blocks[landing.num_shared :]
+        self._tree.disown(landing.blocks[:shared], now_s, hint)
         if was_arriving and writes_until_s is not None and writes_until_s > now_s and len(own):
             landing.status, landing.until_s = LandingStatus.QUARANTINED, writes_until_s
             landing.blocks, landing.num_shared = own, 0

@@ -19,16 +19,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from expediter.core.errors import InvariantError
+from expediter.core.request import CacheHint
 from expediter.kvcache.candidates import Candidates
 from expediter.kvcache.eviction import EvictionPolicy, Lru
 from expediter.kvcache.node import NO_BLOCKS, Node, Root
+from expediter.kvcache.node_table import NodeTable
 from expediter.kvcache.pins import Pins
 from expediter.kvcache.pool import BlockIds, BlockPool
-
-_TOKEN_BYTES = 4
+from expediter.kvcache.walk import TOKEN_BYTES, descend, joined
 
 
 class PrefixMatch(NamedTuple):
@@ -41,11 +41,6 @@ class PrefixMatch(NamedTuple):
         return len(self.blocks)
 
 
-def _joined(runs: list[BlockIds]) -> BlockIds:
-    """Return the runs as one, read-only. Of many short ones the join of their bytes is faster than `np.concatenate`."""
-    return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type] # typeshed calls arrays buffers from 3.12 on
-
-
 NO_MATCH = PrefixMatch(NO_BLOCKS)
 
 
@@ -56,7 +51,9 @@ class RadixTree:
         policy: which leaf goes first; it serves this tree only. None for `Lru`.
         max_pinned_share: most of the pool that pins may hold, in [0, 1].
     Attributes:
-        num_evictable: blocks in the tree without an owner. The manager reports changes of ownership.
+        nodes: by number, and by block.
+        num_blocks: blocks in the tree.
+        num_evictable: those of them without an owner. Who changes owners other than by `own` and `disown` adds it up.
         pins: what clients asked to keep.
         candidates: what can be evicted.
     """
@@ -67,12 +64,10 @@ class RadixTree:
         self._pool = pool
         self.policy: EvictionPolicy = Lru() if policy is None else policy
         self.pins = Pins(int(max_pinned_share * pool.num_blocks))
-        self._block_bytes = block_size * _TOKEN_BYTES
+        self._block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str, Root] = {}
-        self._nodes: list[Node | None] = []
-        self._spare_ids: list[int] = []
-        self._node_of: npt.NDArray[np.int32] = np.full(pool.num_blocks, -1, np.int32)
-        self.candidates = Candidates(self.policy, self._nodes, pool.refs)
+        self.nodes = NodeTable(pool.num_blocks)
+        self.candidates = Candidates(self.policy, self.nodes.by_id, pool.refs)
         self._stamp = 0
         self._now_s = 0.0
         self.num_evictable = 0
@@ -92,18 +87,14 @@ class RadixTree:
         if root is None:
             return NO_MATCH
         end = min(max_blocks, len(tokens) // self._block_bytes) * self._block_bytes
-        parts = self._descend(root, 0, tokens, 0, end)[3]
-        if not parts:
+        runs = descend(root, 0, tokens, 0, end, self._block_bytes)[3]
+        if not runs:
             return NO_MATCH
-        return PrefixMatch(parts[0] if len(parts) == 1 else _joined(parts))
+        return PrefixMatch(runs[0] if len(runs) == 1 else joined(runs))
 
-    def holds(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return which of `blocks` lie in the tree."""
-        return self._node_of[blocks] >= 0
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self._nodes) - len(self._spare_ids)
+    def num_ownerless(self, match: PrefixMatch) -> int:
+        """Return how many blocks of a match count as evictable until somebody owns them."""
+        return match.num_blocks - int(np.count_nonzero(self._pool.refs[match.blocks]))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -120,14 +111,14 @@ class RadixTree:
         """
         end = len(blocks) * self._block_bytes
         first, offset, start = self._resume(salt, blocks, num_inserted)
-        node, offset, pos, parts = self._descend(first, offset, tokens, start, end)
+        node, offset, pos, runs = descend(first, offset, tokens, start, end, self._block_bytes)
         found = (pos - start) // self._block_bytes
         canonical = blocks
         if offset < len(node.blocks):
             node = self._split(node, offset)
         if found:
             canonical = blocks.copy()
-            canonical[num_inserted : num_inserted + found] = _joined(parts)
+            canonical[num_inserted : num_inserted + found] = joined(runs)
             self._hit(node, first)
         if pos < end:
             node = self._append(node, tokens[pos:end], blocks[num_inserted + found :])
@@ -153,6 +144,34 @@ class RadixTree:
             self._now_s = now_s
             for node in self.pins.expire(now_s):
                 self.candidates.offer(node)
+
+    def own(self, match: PrefixMatch, *, resumes: bool = False) -> None:
+        """Add an owner to a matched prefix, whose blocks then cannot be evicted.
+
+        Args:
+            resumes: the owner was here before; what it finds again is no reuse by another.
+        """
+        if match.num_blocks:
+            self.num_evictable -= self._pool.acquire(match.blocks)
+            (self.touch if resumes else self.hit)(int(match.blocks[-1]))
+
+    def disown(self, path: BlockIds, now_s: float, hint: CacheHint | None) -> None:
+        """Take an owner off a path from a root, which may be empty; it stays cached unless the hint says otherwise.
+
+        Args:
+            now_s: the clock from here on.
+            hint: what its client wishes for the blocks.
+        """
+        self.num_evictable += len(self._pool.disown(path))
+        self.advance(now_s)
+        if not len(path):
+            return
+        last = int(path[-1])
+        self.touch(last)
+        if hint is not None and hint.drop:
+            self._pool.push(self.drop(last))
+        elif hint is not None:
+            self.pin(last, now_s + hint.pin_s)
 
     def hit(self, block: int) -> None:
         """Record that a request reuses the path down to `block`."""
@@ -194,18 +213,6 @@ class RadixTree:
             node = parent
         return np.concatenate(dropped) if dropped else NO_BLOCKS
 
-    def node_of(self, block: int) -> Node:
-        """Return the node that holds `block`.
-
-        Raises:
-            InvariantError: none does.
-        """
-        node_id = int(self._node_of[block])
-        node = self._nodes[node_id] if node_id >= 0 else None
-        if node is None:
-            raise InvariantError(f"block {block} is not in the tree")
-        return node
-
     def evict(self, count: int) -> BlockIds:
         """Remove `count` blocks without owners in the candidates' order: leaves first, tails before heads.
 
@@ -243,49 +250,6 @@ class RadixTree:
             step = step.parent
         self.candidates.offer(node)
 
-    # -- the walk -----------------------------------------------------------------------------------------------------
-
-    def _descend(
-        self, node: Node, offset: int, tokens: bytes, pos: int, end: int
-    ) -> tuple[Node, int, int, list[BlockIds]]:
-        """Follow `tokens[pos:end]` (whole blocks) from block `offset` of `node` as far as the tree goes.
-
-        Returns the node and the offset in it where the walk stopped, the position reached, and the block runs passed.
-        """
-        width = self._block_bytes
-        parts: list[BlockIds] = []
-        if offset < len(node.blocks):
-            same = self._common_blocks(node.tokens[offset * width :], tokens, pos, end)
-            parts.append(node.blocks[offset : offset + same])
-            offset += same
-            pos += same * width
-            if offset < len(node.blocks):
-                return node, offset, pos, parts
-        while pos < end and node.children is not None:
-            child = node.children.get(tokens[pos : pos + width])
-            if child is None:
-                break
-            node = child
-            run = node.settled
-            if run is None:
-                run = node.tokens
-            if not tokens.startswith(run, pos, end):
-                offset = self._common_blocks(run, tokens, pos, end)
-                parts.append(node.blocks[:offset])
-                return node, offset, pos + offset * width, parts
-            parts.append(node.blocks)
-            pos += len(run)
-        return node, len(node.blocks), pos, parts
-
-    def _common_blocks(self, run: bytes, tokens: bytes, pos: int, end: int) -> int:
-        """Return how many whole leading blocks of `run` equal `tokens[pos:end]`."""
-        count = min(len(run), end - pos) // _TOKEN_BYTES
-        if count <= 0:
-            return 0
-        differ = np.frombuffer(run, np.int32, count) != np.frombuffer(tokens, np.int32, count, pos)
-        first = int(differ.argmax())
-        return (first if differ[first] else count) * _TOKEN_BYTES // self._block_bytes
-
     def _resume(self, salt: str, blocks: BlockIds, num_inserted: int) -> tuple[Node, int, int]:
         """Return node, offset and token position right after the first `num_inserted` blocks."""
         if num_inserted:
@@ -304,9 +268,9 @@ class RadixTree:
         self.candidates.count(node.holder, len(blocks))
         if node.children is None and node.parent is not None and not node.num_hits and not node.pinned_until_s:
             node.lengthen(tokens, blocks)
-            self._node_of[blocks] = node.node_id
+            self.nodes.node_of[blocks] = node.node_id
             return node
-        child = self._new_node(node, tokens, blocks.copy())
+        child = self.nodes.add(node, tokens, blocks.copy(), self._stamp, self._now_s)
         self.policy.added(child)
         if node.children is None:
             node.children = {}
@@ -320,8 +284,8 @@ class RadixTree:
         if parent is None or parent.children is None:
             raise InvariantError("a root has no blocks to split")
         tokens = node.tokens
-        upper = self._new_node(parent, tokens[:cut], node.blocks[:offset].copy())
-        upper.stamp, upper.used_s, upper.num_hits = node.stamp, node.used_s, node.num_hits
+        upper = self.nodes.add(parent, tokens[:cut], node.blocks[:offset].copy(), node.stamp, node.used_s)
+        upper.num_hits = node.num_hits
         self.pins.split(upper, node)
         self.policy.split(upper, node)
         parent.children[tokens[: self._block_bytes]] = upper
@@ -332,7 +296,7 @@ class RadixTree:
 
     def _ending_at(self, block: int) -> Node:
         """Return the node that ends with `block`; what followed it in its node is a child now."""
-        node = self.node_of(block)
+        node = self.nodes.holding(block)
         if node.blocks[-1] == block:
             return node
         return self._split(node, int(np.flatnonzero(node.blocks == block)[0]) + 1)
@@ -354,7 +318,7 @@ class RadixTree:
 
     def _shorten(self, node: Node, num_blocks: int) -> None:
         """Cut a leaf's tail off; an empty leaf goes, and its parent may become the next one."""
-        self._node_of[node.blocks[num_blocks:]] = -1
+        self.nodes.node_of[node.blocks[num_blocks:]] = -1
         if num_blocks:
             node.shorten(num_blocks * self._block_bytes, num_blocks)
             if not self.candidates.is_first(node):  # else it is offered as before
@@ -365,24 +329,13 @@ class RadixTree:
             raise InvariantError("a root cannot be evicted")
         del parent.children[node.tokens[: self._block_bytes]]
         node.parent = None
-        self._nodes[node.node_id] = None
-        self._spare_ids.append(node.node_id)
+        self.nodes.remove(node)
         if not parent.children:
             parent.children = None
             if isinstance(parent, Root):
                 del self._roots[parent.salt]
             else:
                 self.candidates.offer(parent)
-
-    def _new_node(self, parent: Node, tokens: bytes, blocks: BlockIds) -> Node:
-        node_id = self._spare_ids.pop() if self._spare_ids else len(self._nodes)
-        node = Node(node_id, parent, parent.holder, tokens, blocks, self._stamp, self._now_s)
-        if node.node_id == len(self._nodes):
-            self._nodes.append(node)
-        else:
-            self._nodes[node.node_id] = node
-        self._node_of[blocks] = node.node_id
-        return node
 
     # -- integrity ----------------------------------------------------------------------------------------------------
 
@@ -395,15 +348,13 @@ class RadixTree:
         seen = np.zeros(self._pool.num_blocks, bool)
         self.candidates.check()
         pinned = 0
-        for node in self._nodes:
-            if node is None:
-                continue
+        for node in self.nodes:
             self._check_node(node)
-            if seen[node.blocks].any() or (self._node_of[node.blocks] != node.node_id).any():
+            if seen[node.blocks].any() or (self.nodes.node_of[node.blocks] != node.node_id).any():
                 raise InvariantError(f"a block of node {node.node_id} lies in two nodes")
             pinned += len(node.blocks) if node.pinned_until_s else 0
             seen[node.blocks] = True
-        if int(seen.sum()) != self.num_blocks or (seen != (self._node_of >= 0)).any():
+        if int(seen.sum()) != self.num_blocks or (seen != (self.nodes.node_of >= 0)).any():
             raise InvariantError(f"{int(seen.sum())} blocks in the tree, {self.num_blocks} counted")
         if pinned != self.pins.num_blocks or pinned > self.pins.max_blocks:
             raise InvariantError(f"{pinned} blocks pinned, {self.pins.num_blocks} counted of {self.pins.max_blocks}")

@@ -284,7 +284,7 @@ class Draft:
             if victim.slot not in newcomers and self._rules.ordering.outranks(state, victim):
                 victims.append(victim)
                 slots_short -= len(victim.members)
-                shortage -= sum(kv.num_exclusive_blocks(member.slot, match, leaving) for member in victim.members)
+                shortage -= sum(kv.tables.num_exclusive(member.slot, match, leaving) for member in victim.members)
         if num_seqs - slots_short == self._config.max_num_seqs:
             shortage -= spare  # which is for the growth of those who stay: nobody does
         if not victims or shortage > 0 or slots_short > 0:
@@ -357,7 +357,7 @@ class Draft:
             if last:
                 sampled = np.concatenate((sampled, np.array(last, np.intp)))
                 sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
-        swap_out, swap_in = self.running.kv.take_swaps()
+        swap_out, swap_in = self.running.kv.swaps.take()
         if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
             raise InvariantError("blocks are to move, and nothing runs with them")
         context = decoding.context_tokens if size else 0
@@ -372,7 +372,7 @@ class Draft:
             lengths=lengths,
             tokens=tokens,
             sampled=sampled,
-            block_tables=self.running.kv.tables,
+            block_tables=self.running.kv.tables.ids,
             features=features,
             admitted=tuple(self.admitted),
             events=self.events,

@@ -109,7 +109,7 @@ class PredictedPeak:
         )
         own = [num_own] + [running.follower_blocks(state, state.num_known_tokens)] * len(state.followers)
         slots = [s.slot for leader in running.prefilling for s in leader.members] + decoding.slots[:size].tolist()
-        freed = np.array(own + kv.count_exclusive_blocks(np.array(slots, np.intp)).tolist())
+        freed = np.array(own + kv.tables.count_exclusive(np.array(slots, np.intp)).tolist())
         steps = np.array(left, np.int64)
         longest_first = np.argsort(-steps, kind="stable")
         steps, freed = steps[longest_first], freed[longest_first]

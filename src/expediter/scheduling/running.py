@@ -81,11 +81,11 @@ class RunningSet:
         else:
             if not self.kv.admit(slot, match, num_tokens, spare_blocks, now_s, resumes=resumes):
                 return False
-            state.num_computed_tokens = self.kv.swap_in(slot, state.sequence, match)
+            state.num_computed_tokens = self.kv.swaps.move_in(slot, state.sequence, match.num_blocks)
         state.slot = self._free_slots.pop()
         if landing is not None and state.output and landing.num_tokens == state.num_known_tokens - 1:
             # All its KV came along: it decodes at once.
-            self.decoding.join(state, int(self.kv.num_owned[slot]) * self.kv.block_size)
+            self.decoding.join(state, int(self.kv.tables.num_owned[slot]) * self.kv.block_size)
         else:
             self.prefilling.append(state)
         for follower in state.followers:
@@ -129,7 +129,7 @@ class RunningSet:
         members = {state.slot for state in states}
         self.prefilling = [state for state in self.prefilling if state.slot not in members]
         for state in states:
-            self.decoding.join(state, int(self.kv.num_owned[state.slot]) * self.kv.block_size)
+            self.decoding.join(state, int(self.kv.tables.num_owned[state.slot]) * self.kv.block_size)
             self._ordering.joined(state, self.decode_clock)
 
     def advance(self, tokens: IntArray, now_s: float) -> list[RequestState]:
@@ -204,9 +204,9 @@ class RunningSet:
         self._withdraw(state)
         num_swapped = 0
         if self.kv.host.num_free:
-            num_kept = self.kv.num_kept_blocks(state.slot) * self.kv.block_size
+            num_kept = self.kv.tables.num_kept(state.slot) * self.kv.block_size
             if num_kept < state.num_computed_tokens and swaps(num_kept):
-                num_swapped = self.kv.swap_out(state.slot, state.sequence, state.num_computed_tokens)
+                num_swapped = self.kv.swaps.move_out(state.slot, state.sequence, state.num_computed_tokens)
         self._give_back(state, now_s, None)
         return num_swapped
 
@@ -245,7 +245,7 @@ class RunningSet:
             make_room()
             rows = decoding.at_edge()
         if len(rows):
-            kv.append(decoding.slots[rows], kv.take(len(rows)))
+            kv.tables.append(decoding.slots[rows], kv.take(len(rows)))
             decoding.add_room(rows, kv.block_size)
 
     def grow_for_run(self, num_steps: int) -> None:
@@ -253,7 +253,7 @@ class RunningSet:
         decoding = self.decoding
         rows, ordinals = decoding.edges_in_run(num_steps, self.kv.block_size)
         if len(rows):
-            self.kv.append(decoding.slots[rows], self.kv.take(len(rows)), ordinals)
+            self.kv.tables.append(decoding.slots[rows], self.kv.take(len(rows)), ordinals)
             decoding.add_room(rows, (ordinals + 1) * self.kv.block_size)
 
     def check(self) -> None:
@@ -266,9 +266,9 @@ class RunningSet:
         leading = [member for state in self.prefilling for member in state.members]
         running = [*leading, *self.decoding.states[: self.decoding.size]]
         slots = sorted([state.slot for state in running] + self._free_slots)
-        if slots != list(range(len(self.kv.num_owned))):
+        if slots != list(range(len(self.kv.tables.num_owned))):
             raise InvariantError(f"slots are lost or held twice: {slots}")
-        if {state.slot for state in running} != set(np.flatnonzero(self.kv.num_owned).tolist()):
+        if {state.slot for state in running} != set(np.flatnonzero(self.kv.tables.num_owned).tolist()):
             raise InvariantError("blocks are owned by a slot that does not run")
         if any(state.status is not Status.RUNNING for state in running):
             raise InvariantError("a request that does not run is in a batch")

@@ -463,7 +463,7 @@ class Scheduler:
 
     def _settle_swaps(self, result: StepResult, states: list[RequestState], now_s: float, events: list[Event]) -> None:
         """Free what was read; who was to go on with KV that did not arrive goes back to the queue and recomputes."""
-        failed = self.kv.settle_swaps(result.failed_host_blocks)
+        failed = self.kv.swaps.settle(result.failed_host_blocks)
         for state in states:
             if state.slot not in failed:
                 continue
