@@ -90,10 +90,19 @@ def test_when_one_that_is_out_may_be_back():
     assert made.back_in_s(1, 9.0) == made.back_in_s(7, 9.0) == 0.0
 
 
-def test_one_that_listens_again_is_back_with_the_probe():
+def on_trial(made, now_s, ids=IDS, *, can_retry=True):
+    return made.on_trial(ids, now_s, can_retry=can_retry)
+
+
+def test_one_that_listens_again_is_back_with_the_probe_and_gets_the_next_request():
     made = health()
     made.failed(1, Failure.CONNECT, 0.0)
+    assert on_trial(made, 0.5) is None
     assert 1 in probe(made, 1.0)
+    assert made.usable(IDS) == IDS
+    assert on_trial(made, 1.1) == 1
+    assert made.began(1)
+    assert on_trial(made, 1.2) is None
     assert made.usable(IDS) == IDS
 
 
@@ -103,19 +112,54 @@ def test_one_that_failed_at_requests_gets_one_live_request_after_the_probe():
     assert 1 not in made.usable(IDS)
     probe(made, 1.0)
     assert made.state(1) is HealthState.PROBING
-    assert 1 in made.usable(IDS)
-    assert made.began(1)
     assert 1 not in made.usable(IDS)
+    assert on_trial(made, 1.0) == 1
+    assert on_trial(made, 1.0, [0, 2]) is None  # of another model
+    assert made.began(1)
+    assert on_trial(made, 1.0) is None
     assert not made.began(1)
     made.abandoned(1)
-    assert 1 in made.usable(IDS)
+    assert on_trial(made, 1.0) == 1
     assert made.began(1)
     made.failed(1, Failure.TIMEOUT, 2.0, is_trial=True)
     assert made.state(1) is HealthState.EJECTED
+    assert on_trial(made, 2.0) is None
     probe(made, 10.0)
     assert made.began(1)
     made.answered(1, 11.0)
     assert made.usable(IDS) == IDS
+    assert on_trial(made, 11.0) is None
+
+
+def test_a_request_that_cannot_be_tried_again_is_spared_for_a_while():
+    made = health(max_trial_wait_s=2.0)
+    made.failed(1, Failure.TIMEOUT, 0.0)
+    probe(made, 1.0)
+    assert on_trial(made, 2.9, can_retry=False) is None
+    assert on_trial(made, 3.0, can_retry=False) == 1
+
+
+@pytest.mark.parametrize("num_hung", [1, 3, 30])
+def test_who_hangs_again_and_again_takes_no_more_than_a_share_of_requests_that_come_one_at_a_time(num_hung):
+    """The worst for a client that waits for each answer: probes go well, and all requests fail."""
+    made, failed, now_s = health(num_hung + 10, max_trial_share=0.25), 0, 0.0
+    for number in range(num_hung):
+        made.failed(number, Failure.TIMEOUT, 0.0)
+    for _ in range(200):
+        now_s += 10.0
+        probe(made, now_s)
+        tried = on_trial(made, now_s, range(num_hung + 10))
+        if made.began(num_hung if tried is None else tried):
+            failed += 1
+            made.failed(tried, Failure.TIMEOUT, now_s, is_trial=True)
+    assert 30 <= failed <= 4 + 200 / 4
+    for _ in range(num_hung + 4):  # and when they are well, each costs one request and no more
+        now_s += 10.0
+        probe(made, now_s)
+        tried = on_trial(made, now_s, range(num_hung + 10))
+        made.began(num_hung if tried is None else tried)
+        made.succeeded(num_hung if tried is None else tried, now_s)
+    assert made.num_out == 0
 
 
 def test_what_was_sent_before_an_ejection_does_not_prolong_it():
@@ -176,7 +220,11 @@ def test_idle_ones_are_probed_now_and_then():
 
 
 @pytest.mark.parametrize(
-    "config", [{"max_failures_in_a_row": 0}, {"jitter": 2.0}, {"window_s": 0.0}, {"max_ejection_s": 0.1}]
+    "config",
+    [
+        *({"max_failures_in_a_row": 0}, {"jitter": 2.0}, {"window_s": 0.0}, {"max_ejection_s": 0.1}),
+        *({"max_trial_share": 0.0}, {"max_trial_share": 1.1}, {"max_trial_wait_s": -1.0}),
+    ],
 )
 def test_figures_out_of_range(config):
     with pytest.raises(ConfigurationError):
@@ -189,6 +237,7 @@ class Fleets(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.now_s, self.trials = 0.0, set()
+        self.num_bad, self.num_others = 0, 0
         self.health = health()
         self.members = set(IDS)
 
@@ -196,6 +245,7 @@ class Fleets(RuleBasedStateMachine):
     def fail(self, number, failure):
         is_trial = number in self.trials
         self.trials.discard(number)
+        self.num_bad += is_trial
         was_up = self.health.state(number) is HealthState.UP
         ejected = self.health.failed(number, failure, self.now_s, is_trial=is_trial)
         assert not ejected or self.health.state(number) is HealthState.EJECTED
@@ -207,11 +257,22 @@ class Fleets(RuleBasedStateMachine):
         self.health.succeeded(number, self.now_s)
         assert number not in self.members or self.health.state(number) is HealthState.UP
 
-    @rule(number=st.sampled_from(IDS))
-    def send(self, number):
+    @rule(number=st.sampled_from(IDS), can_retry=st.booleans(), ids=st.sets(st.sampled_from(IDS)))
+    def send(self, number, can_retry, ids):
+        """One who is told to go on trial does; others go anywhere, as in a panic."""
+        tried = self.health.on_trial(ids, self.now_s, can_retry=can_retry)
+        if tried is not None:
+            assert self.health.awaits_trials
+            assert tried in ids & self.members
+            assert self.health.state(tried) is not HealthState.EJECTED
+            assert self.num_bad <= 4 + self.num_others * 0.25
+            number = tried
         if self.health.began(number):
             assert number not in self.trials
             self.trials.add(number)
+        else:
+            assert tried is None
+            self.num_others += 1
 
     @rule(number=st.sampled_from(IDS))
     def abandon(self, number):
@@ -251,18 +312,25 @@ class Fleets(RuleBasedStateMachine):
         assert set(usable) <= self.members
         up = [each for each in members if self.health.state(each) is HealthState.UP]
         assert set(up) <= set(usable)
+        reachable = [each for each in usable if self.health.state(each) is not HealthState.UP]
+        assert not reachable or not up or len(up) < len(members) / 4, "who is out gets trials only, unless most are"
         assert self.health.num_out == len(members) - len(up)
 
     def teardown(self):
-        """Ten seconds of good news bring everybody back."""
-        for _ in range(100):
-            self.now_s += 0.1
+        """Five seconds of good news bring everybody back, where requests come one at a time."""
+        for number in self.trials:
+            self.health.answered(number, self.now_s)
+        for _ in range(25):
+            self.now_s += 0.2
             for number in self.health.due_probes(self.now_s):
                 self.health.probed(number, None, self.now_s)
-            for number in self.members:
-                if self.health.began(number) or number in self.trials:
-                    self.health.answered(number, self.now_s)
+            if self.members:
+                tried = self.health.on_trial(self.members, self.now_s, can_retry=True)
+                number = min(self.members) if tried is None else tried
+                self.health.began(number)
+                self.health.succeeded(number, self.now_s)
         assert self.health.num_out == 0
+        assert not self.health.awaits_trials
 
 
 TestFleets = Fleets.TestCase

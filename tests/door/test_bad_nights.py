@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 from tests.door.front_door import FrontDoor, front_door, num_up, run, until
@@ -125,6 +126,45 @@ def test_a_killed_backend_is_no_error_before_the_first_byte_and_comes_back(
         assert all(answer.is_good for answer in answers), {answer.status for answer in answers}
 
     run(story())
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung"])
+def test_one_that_is_well_again_is_in_use_where_requests_come_one_at_a_time(
+    mocks: list[MockBackend], fault: str
+) -> None:
+    """The same prompt every 200 ms: what is cached of it speaks for somebody else all the time."""
+    with front_door(mocks, config=IMPATIENT) as door:
+
+        async def story() -> None:
+            answers: list[Answer] = []
+
+            async def ask_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+                deadline_s = time.monotonic() + timeout_s
+                while not condition():
+                    assert time.monotonic() < deadline_s, what
+                    answers.append(await ask(door.port, chat("x" * 4096)))
+                    await asyncio.sleep(0.2)
+
+            await ask_until(lambda: len(answers) == 5, 10, "some answers")
+            victim = max(mocks, key=lambda mock: len(mock.work))
+            if fault == "killed":
+                victim.kill()
+            else:
+                victim.behaviour = Behaviour(hang="before_head")
+            await ask_until(lambda: num_up(door) == 3, 3 * TIMEOUT_S, "it is out")
+            others = len(answers)
+            await ask_until(lambda: len(answers) == others + 10, 10 * TIMEOUT_S, "the others answer")
+            if fault == "killed":
+                victim.revive()
+            else:
+                victim.behaviour = Behaviour()
+            well_s = time.monotonic()
+            worked = lambda: any(arrival.at_s > well_s and arrival.ended_s for arrival in victim.work)  # noqa: E731
+            await ask_until(worked, 5, "work for the one that is well again")
+            await until(lambda: num_up(door) == 4, 1, "it is up")
+            assert all(answer.is_good for answer in answers), {answer.status for answer in answers}
+
+        run(story())
 
 
 def test_all_killed_and_revived(door: FrontDoor, mocks: list[MockBackend]) -> None:

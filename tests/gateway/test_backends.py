@@ -13,6 +13,7 @@ from expediter.control.health import Failure, HealthConfig
 from expediter.control.retry import RetryConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
+from expediter.core.slo import Slo
 from expediter.gateway.backends.backend import Chosen, Reported, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
 from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends, Busy, NobodyUp
@@ -156,6 +157,86 @@ def test_when_all_fail_all_are_tried():
     dispatch = door.send()
     dispatch.first_byte(0.1)
     assert [each.state for each in door.backends.status()].count("up") == 1
+
+
+def probe(door, failure=None):
+    """Answer all probes that are due."""
+    for backend in door.backends.due_probes(door.clock.now_s):
+        door.backends.probed(backend, failure, door.clock.now_s)
+
+
+@pytest.mark.parametrize("failure", [Failure.TIMEOUT, Failure.CONNECT])
+def test_one_that_is_back_gets_the_next_request_even_if_others_look_better(failure):
+    door = Door()
+    learn(door)
+
+    def answered():
+        dispatch = door.send(prompt(4000))
+        dispatch.first_byte(door.clock.now_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s)
+        return dispatch.backend
+
+    holder = answered()
+    victim = next(backend for backend in door.backends if backend is not holder)
+    door.fail(victim.name, failure)
+    assert {answered() for _ in range(4)} == {holder}
+    door.clock.now_s += 1.0
+    probe(door)
+    tried = door.send(prompt(4000))
+    assert (tried.backend, tried.is_trial) == (victim, True)
+    assert answered() is holder, "one at a time"
+    tried.ended(Outcome.CLIENT_GONE, door.clock.now_s)
+    assert answered() is victim, "who left says nothing about it"
+    assert answered() is holder
+    assert {each.state for each in door.backends.status()} == {"up"}
+
+
+def test_a_trial_is_for_a_request_that_can_be_tried_again_of_a_model_that_is_served_there():
+    door, can_retry = Door(2), [False]
+    door.backends.add(BackendConfig(url="http://n", name="n", models=("n",)))
+    door.backends.can_retry = lambda now_s: can_retry[0]
+    door.send(model="n").ended(Failure.TIMEOUT, door.clock.now_s)
+    door.clock.now_s += 1.0
+    probe(door)
+    assert {door.send(model="m").backend.name for _ in range(4)} == {"b0", "b1"}
+    door.fail("b0", Failure.TIMEOUT)
+    door.clock.now_s += 1.0
+    probe(door)
+    assert door.send().backend.name == "b1"  # it could not be tried again
+    can_retry[0] = True
+    assert door.send(excluded={99}).backend.name == "b1"  # it has been tried already
+    chosen = door.choose()
+    assert (chosen.backend.name, "well again" in chosen.decision.because) == ("b0", True)
+
+
+def test_a_request_that_would_be_late_there_is_not_used_for_a_trial():
+    door = Door(2)
+    learn(door)
+    slow, fast = door.backends
+    for number in range(20):
+        dispatch = door.send(prompt(2000, first=7_000_000 + 10_000 * number), excluded={fast.replica_id})
+        door.clock.now_s += 3.0
+        dispatch.first_byte(door.clock.now_s)
+        dispatch.ended(Outcome.OK, door.clock.now_s)
+    door.fail(slow.name, Failure.TIMEOUT)
+    door.clock.now_s += 1.0
+    probe(door)
+    target = {"slo": Slo(ttft_s=0.05), "refuse_late": True, "arrival_s": door.clock.now_s}
+    assert door.send(prompt(2000, first=8_000_000, **target)).backend is fast
+    assert door.send(prompt(2000, first=8_000_000)).backend is slow
+
+
+def test_who_waits_because_the_others_are_full_goes_on_trial():
+    door = Door(2, max_requests=1)
+    door.fail("b0", Failure.TIMEOUT)
+    assert door.send().backend.name == "b1"
+    assert door.choose() == Busy()
+    door.clock.now_s += 1.0
+    probe(door)
+    rooms = door.rooms
+    door.backends.look_at_the_clock(door.clock.now_s)
+    assert door.rooms > rooms
+    assert door.send().backend.name == "b0"
 
 
 def test_who_was_tried_already_is_not_tried_again():

@@ -2,8 +2,15 @@
 
 A replica is judged by the requests that it was sent. One that refuses a connection or makes no progress is ejected at
 once, one that fails otherwise after some failures in a row or too large a share of them. It stays away for a moment
-that doubles each time, is then asked by a probe, and if that was not what it had failed at, gets one live request; with
-the first answer it is back. Nobody is ever taken out because of what a client did wrong.
+that doubles each time, and is then asked by a probe. If nobody had listened, an answer brings it back; otherwise it is
+half open, and with the first answer to a live request it is back. Nobody is ever taken out because of what a client did
+wrong.
+
+Either way the next request that it could serve goes there on trial, whatever a router would say: where requests come
+one at a time, somebody else always looks better, and it would stay away for ever. One at a time is on trial at each. It
+should be one that can be tried again elsewhere if it fails, so that its client sees no error. Trials that end well cost
+nothing; of those that do not there are a few, and then no more than a share of the requests, however many replicas are
+half open: one client after the other would have to wait for them.
 
 Ejection must not make things worse: when more than a share of a fleet would be out, the verdicts are more likely to be
 wrong than the replicas, or the rest would break under all the load. Those who answer, if badly, are then used as if
@@ -17,14 +24,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.ranges import require_above_zero, require_at_least, require_share
+from expediter.core.ranges import require_above_zero, require_at_least, require_not_negative, require_share
 
 
 class Failure(enum.Enum):
@@ -49,6 +56,8 @@ class HealthState(enum.Enum):
 
 
 _AT_ONCE: Final = frozenset({Failure.CONNECT, Failure.TIMEOUT})
+_MAX_TRIALS: Final = 4.0
+"""Trials that may go badly before they are bound to a share of the requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,8 @@ class HealthConfig:
         stable_s: after being up so long, an ejection is the first in a row again.
         max_ejected_share: of those who could serve a request; if more would be out, all who can be reached are used.
         idle_probe_s: one of whom nothing was heard for so long is probed.
+        max_trial_share: of the requests, on trial, once some trials have gone badly.
+        max_trial_wait_s: for so long a trial waits for a request that can be tried again elsewhere; then any will do.
     Raises:
         ConfigurationError: a number is out of range.
     """
@@ -77,11 +88,16 @@ class HealthConfig:
     stable_s: float = 30.0
     max_ejected_share: float = 0.75
     idle_probe_s: float = 5.0
+    max_trial_share: float = 0.25
+    max_trial_wait_s: float = 2.0
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_failures_in_a_row")
-        require_share(self, "max_failed_share", "jitter", "max_ejected_share")
-        require_above_zero(self, "window_s", "min_requests", "min_ejection_s", "stable_s", "idle_probe_s")
+        require_share(self, "max_failed_share", "jitter", "max_ejected_share", "max_trial_share")
+        require_above_zero(
+            self, "window_s", "min_requests", "min_ejection_s", "stable_s", "idle_probe_s", "max_trial_share"
+        )
+        require_not_negative(self, "max_trial_wait_s")
         if not self.min_ejection_s <= self.max_ejection_s < math.inf:
             raise ConfigurationError(f"max_ejection_s must be at least min_ejection_s, not {self.max_ejection_s}")
 
@@ -94,7 +110,8 @@ class _Member:
         until_s: while ejected, when it is probed.
         is_asked: a probe is under way.
         is_doubted: it is only silent, and a probe shall ask why.
-        is_cleared: half open, the probe went well, and one live request may try.
+        is_cleared: half open, the probe went well, and a live request may try.
+        cleared_s: when a probe last said that a live request may try.
         is_tried: a live request tries.
         is_unreachable: what it was ejected for is that nobody listens.
         num_ok, num_failed: requests, fading with the window.
@@ -108,6 +125,7 @@ class _Member:
     is_asked: bool = False
     is_doubted: bool = False
     is_cleared: bool = False
+    cleared_s: float = 0.0
     is_tried: bool = False
     is_unreachable: bool = False
     num_ejections: int = 0
@@ -129,7 +147,14 @@ class FleetHealth:
         self._config = config
         self._rng = rng
         self._members: dict[int, _Member] = {}
+        self._awaiting: dict[int, _Member] = {}
+        self._trials_left = _MAX_TRIALS
         self.num_out = 0
+
+    @property
+    def awaits_trials(self) -> bool:
+        """Whether somebody waits for a request on trial."""
+        return bool(self._awaiting)
 
     # ---- who is in it
 
@@ -141,6 +166,7 @@ class FleetHealth:
     def leave(self, replica_id: int) -> None:
         """Forget a replica."""
         member = self._members.pop(replica_id, None)
+        self._awaiting.pop(replica_id, None)
         if member is not None and member.state is not HealthState.UP:
             self.num_out -= 1
 
@@ -162,13 +188,17 @@ class FleetHealth:
         return 0.0 if member is None or member.state is HealthState.UP else max(0.0, member.until_s - now_s)
 
     def began(self, replica_id: int) -> bool:
-        """Hear that a request was sent to a replica; return whether it is the one that tries if it is well again.
+        """Hear that a request was sent to a replica while somebody is out or awaits a trial.
 
-        `succeeded`, `failed` or, for such a one, `abandoned` follows.
+        Returns:
+            Whether it is the one that tries if the replica is well again. `succeeded`, `failed` or, for such a one,
+            `abandoned` follows.
         """
-        member = self._members.get(replica_id)
-        if member is None or not member.is_cleared or member.is_tried:
+        member = self._awaiting.pop(replica_id, None)
+        if member is None:
+            self._trials_left = min(_MAX_TRIALS, self._trials_left + self._config.max_trial_share)
             return False
+        self._trials_left = max(0.0, self._trials_left - 1)
         member.is_tried = True
         return True
 
@@ -179,15 +209,18 @@ class FleetHealth:
             return
         member.heard_s = max(member.heard_s, now_s)
         member.is_asked = False  # whatever a probe says after this, it is older news
+        if member.is_tried:
+            member.is_tried = False
+            self._trials_left = min(_MAX_TRIALS, self._trials_left + 1)
         if member.state is not HealthState.UP:
-            self._bring_back(member, now_s)
+            self._bring_back(replica_id, member, now_s)
 
     def succeeded(self, replica_id: int, now_s: float) -> None:
         """Hear that a request was answered to its end, with whatever status below 500."""
         member = self._members.get(replica_id)
         if member is None:
             return
-        if member.is_asked or member.state is not HealthState.UP:
+        if member.is_asked or member.is_tried or member.state is not HealthState.UP:
             self.answered(replica_id, now_s)
         member.heard_s = max(member.heard_s, now_s)
         self._fade(member, now_s)
@@ -207,21 +240,25 @@ class FleetHealth:
         if member.state is not HealthState.UP and not member.is_doubted:
             # The others were sent there before it was ejected, or in panic: nothing new.
             if is_trial:
-                self._eject(member, failure, now_s)
+                self._eject(replica_id, member, failure, now_s)
             return False
+        if is_trial:
+            member.is_tried = False
         self._fade(member, now_s)
         member.num_failed += 1
         member.num_failures_in_a_row += 1
         if failure in _AT_ONCE or self._is_outlier(member):
-            self._eject(member, failure, now_s)
+            self._eject(replica_id, member, failure, now_s)
             return True
         return False
 
     def abandoned(self, replica_id: int) -> None:
         """Hear that the request that tried was given up for reasons that say nothing about the replica."""
         member = self._members.get(replica_id)
-        if member is not None:
+        if member is not None and member.is_tried:
             member.is_tried = False
+            self._awaiting[replica_id] = member
+            self._trials_left = min(_MAX_TRIALS, self._trials_left + 1)
 
     # ---- probes
 
@@ -233,6 +270,7 @@ class FleetHealth:
             member.is_doubted = True
             member.until_s = now_s
             self.num_out += 1
+            self._awaiting.pop(replica_id, None)
 
     def due_probes(self, now_s: float) -> list[int]:
         """Return who is to be probed; from now on they count as asked, and `probed` must say what came of it."""
@@ -253,7 +291,7 @@ class FleetHealth:
         member.heard_s = max(member.heard_s, now_s)
         if failure is not None:
             was_serving = member.state is HealthState.UP or member.is_doubted
-            self._eject(member, failure, now_s)
+            self._eject(replica_id, member, failure, now_s)
             return was_serving
         if member.is_doubted:
             member.is_doubted = False
@@ -262,12 +300,28 @@ class FleetHealth:
         elif member.state is not HealthState.UP:
             # That it listens again a probe can tell; that it works again, only a request.
             if member.is_unreachable:
-                self._bring_back(member, now_s)
+                self._bring_back(replica_id, member, now_s)
             else:
                 member.is_cleared = True
+            member.cleared_s = now_s
+            self._awaiting[replica_id] = member
         return False
 
     # ---- who gets requests
+
+    def on_trial(self, replica_ids: Container[int], now_s: float, *, can_retry: bool) -> int | None:
+        """Return who must get a request on trial, of those that could serve it; None if a router may choose.
+
+        Args:
+            can_retry: whether the request can be tried again elsewhere if it fails.
+        """
+        if self._trials_left >= 1:
+            for replica_id, member in self._awaiting.items():
+                if replica_id in replica_ids and (
+                    can_retry or now_s >= member.cleared_s + self._config.max_trial_wait_s
+                ):
+                    return replica_id
+        return None
 
     def usable(self, replica_ids: Sequence[int]) -> Sequence[int]:
         """Return who of those that could serve a request may get it; never nobody, if there is anybody.
@@ -283,7 +337,7 @@ class FleetHealth:
             return reached or replica_ids
         if reached and len(members) - len(up) > self._config.max_ejected_share * len(members):
             return up + reached
-        return up + [each for each, member in members if member.is_cleared and not member.is_tried]
+        return up
 
     # ---- moves
 
@@ -300,7 +354,7 @@ class FleetHealth:
             return True
         return num_requests >= config.min_requests and member.num_failed > config.max_failed_share * num_requests
 
-    def _eject(self, member: _Member, failure: Failure, now_s: float) -> None:
+    def _eject(self, replica_id: int, member: _Member, failure: Failure, now_s: float) -> None:
         config = self._config
         was_serving = member.state is HealthState.UP or member.is_doubted
         if member.state is HealthState.UP:
@@ -313,14 +367,16 @@ class FleetHealth:
         member.state = HealthState.EJECTED
         member.is_unreachable = failure is Failure.CONNECT
         member.is_doubted = member.is_cleared = member.is_tried = False
+        self._awaiting.pop(replica_id, None)
 
-    def _bring_back(self, member: _Member, now_s: float) -> None:
+    def _bring_back(self, replica_id: int, member: _Member, now_s: float) -> None:
         self.num_out -= 1
         member.state = HealthState.UP
         member.up_since_s = now_s
         member.is_doubted = member.is_cleared = member.is_tried = member.is_unreachable = False
         member.num_failures_in_a_row = 0
         member.num_ok = member.num_failed = 0.0
+        self._awaiting.pop(replica_id, None)
 
     def _fade(self, member: _Member, now_s: float) -> None:
         elapsed_s = now_s - member.faded_s

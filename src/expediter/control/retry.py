@@ -53,14 +53,18 @@ class RetryBudget:
 
     def may_retry(self, now_s: float) -> bool:
         """Return whether there is a retry left, and take it."""
+        if not self.has_retry(now_s):
+            return False
+        self._saved -= 1
+        return True
+
+    def has_retry(self, now_s: float) -> bool:
+        """Return whether a request that begins now could be tried again."""
         config = self._config
         elapsed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         self._saved = min(config.max_saved, self._saved + elapsed_s * config.min_per_s)
-        if self._saved < 1:
-            return False
-        self._saved -= 1
-        return True
+        return self._saved >= 1 and config.max_attempts > 1
 
 
 def backoff_s(config: RetryConfig, num_attempts: int, rng: np.random.Generator) -> float:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # an extra: only models with a tokenizer need it
 
 EXACT_BLOCK_TOKENS: Final = 16
 """Of the index of a model whose token ids are known."""
+_ON_TRIAL: Final = "it was out, and this request tries whether it is well again"
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +119,21 @@ class ModelFleets:
         decision = group.router.route(RouteQuery(request, now_s), group.fleet)
         return decision if isinstance(decision, Placement) else None
 
+    def on_trial(self, request: Request, model: str, now_s: float, *, can_retry: bool) -> Placement | None:
+        """Return who gets a request on trial, for it has been out; None if nobody has to.
+
+        Args:
+            can_retry: whether the request can be tried again elsewhere.
+        """
+        group = self._groups[model]
+        fit = [replica_id for replica_id, each in group.members.items() if each.takes_requests and each.has_room]
+        tried_id = self._health.on_trial(fit, now_s, can_retry=can_retry)
+        if tried_id is None:
+            return None
+        self._let_in(group, (tried_id,))
+        decision = group.router.route(RouteQuery(request, now_s), group.fleet)
+        return decision._replace(because=_ON_TRIAL) if isinstance(decision, Placement) else None
+
     def queue_s(self, model: str, backend: Backend) -> float:
         """Return how long it takes until a new prompt's turn comes at a backend."""
         return self._groups[model].fleet.queue_s(backend.replica_id)
@@ -155,16 +171,20 @@ class ModelFleets:
             self._sync(self._groups[model])
 
     def _sync(self, group: _Group, excluded: Container[int] = ()) -> None:
-        usable = self._usable(group)
+        """Let those take requests who are well and have room."""
+        usable, members = self._usable(group), group.members
+        self._let_in(group, [each for each in usable if members[each].has_room and each not in excluded])
+
+    def _let_in(self, group: _Group, replica_ids: Container[int]) -> None:
         group.num_paused = 0
-        for replica_id, backend in group.members.items():
-            if replica_id in usable and backend.has_room and replica_id not in excluded:
+        for replica_id in group.members:
+            if replica_id in replica_ids:
                 group.fleet.resume(replica_id)
             else:
                 group.fleet.pause(replica_id)
                 group.num_paused += 1
 
-    def _usable(self, group: _Group) -> Container[int]:
+    def _usable(self, group: _Group) -> Sequence[int]:
         """Return who is well and takes requests, room or not."""
         ready = [replica_id for replica_id, backend in group.members.items() if backend.takes_requests]
         return self._health.usable(ready)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from expediter.control.draining import is_hopeless
 from expediter.control.health import Failure, FleetHealth, HealthConfig
 from expediter.control.kv_contents import News
-from expediter.control.routing.base import Candidate
+from expediter.control.routing.base import Candidate, Placement
 from expediter.control.routing.build import RoutingConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.ports import Clock
@@ -75,6 +76,11 @@ def _nothing() -> None:
     """Nobody waits for room."""
 
 
+def _always(_: float) -> bool:
+    """Nobody bounds retries."""
+    return True
+
+
 def _nobody(_: Backend) -> None:
     """Nobody minds."""
 
@@ -94,6 +100,8 @@ class Backends:
             elsewhere.
         on_placed: called at each dispatch with a message for `placed_elsewhere` of the other processes; None if there
             are none.
+        can_retry: whether a request that begins now could be tried again if it fails; if not, it is rather not used to
+            find out whether a backend is well again.
         on_gone: called when a backend is removed; who keeps connections to it closes those that are idle.
     """
 
@@ -112,6 +120,7 @@ class Backends:
         self.on_ejected: Callable[[Backend], None] = _nobody
         self.on_gone: Callable[[Backend], None] = _nobody
         self.on_placed: Callable[[bytes], None] | None = None
+        self.can_retry: Callable[[float], bool] = _always
         self.health = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
         self._clock = clock
         self._fleets = ModelFleets(routing, self.health)
@@ -274,11 +283,21 @@ class Backends:
             return NobodyUp(1.0, "no backend serves this model")
         if self._shared is not None:
             self.look_around()
+        if self.health.awaits_trials and not excluded:
+            tried = self._fleets.on_trial(request, model, now_s, can_retry=self.can_retry(now_s))
+            if tried is not None:
+                chosen = self._chosen(tried, request, model)
+                predicted_s = chosen.predicted_ttft_s
+                if predicted_s is None or not is_hopeless(request, predicted_s, now_s):
+                    return chosen
         decision = self._fleets.route(request, model, now_s, excluded)
         if decision is None:
             if self._fleets.is_full(model, excluded):
                 return Busy()
             return NobodyUp(min((self._back_in_s(each, now_s) for each in self._fleets.members(model)), default=1.0))
+        return self._chosen(decision, request, model)
+
+    def _chosen(self, decision: Placement, request: Request, model: str) -> Chosen:
         backend = self._backends[decision.replica_id]
         speed, num_cached, predicted_s = backend.profile.speed, decision.num_cached_tokens, None
         if speed.is_known:
@@ -303,7 +322,7 @@ class Backends:
             num_new=num_new,
             num_ahead=backend.num_pending_tokens,
             num_beside=backend.num_running,
-            is_trial=self.health.num_out > 0 and self.health.began(backend.replica_id),
+            is_trial=(self.health.num_out > 0 or self.health.awaits_trials) and self.health.began(backend.replica_id),
             predicted_ttft_s=chosen.predicted_ttft_s,
             book=self,
             progress_s=now_s,
@@ -403,6 +422,8 @@ class Backends:
                 # The first byte of a plain response comes with its last.
                 if not dispatch.is_stream and expected_s is not None and now_s >= dispatch.at_s + expected_s:
                     self.settle(dispatch)
+        if self.health.awaits_trials:
+            self.on_room()  # who waits because all others are full may be tried there
         self._speeds.compare(now_s)
 
     def _changed(self, backend: Backend) -> None:

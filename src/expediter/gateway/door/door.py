@@ -91,6 +91,7 @@ class Door:
         parts.backends.on_room = parts.room.call_soon
         parts.backends.on_ejected = self._ejected
         parts.backends.on_gone = self._gone
+        parts.backends.can_retry = parts.budget.has_retry
 
     def start(self) -> None:
         """Begin to watch the time."""
