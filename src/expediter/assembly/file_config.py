@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PATIENCE_FIELDS: Final[tuple[str, ...]] = ("min_progress_s", "max_progress_s")
+_PATIENCE_FIELDS: Final[tuple[str, ...]] = ("min_progress_s", "max_progress_s", "usual_gap_s")
 _RETRY_FIELDS: Final[tuple[str, ...]] = ("max_attempts",)
 
 _Table = dict[str, Any]

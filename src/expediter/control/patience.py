@@ -1,9 +1,13 @@
 """How long a backend may be silent before it counts as hung: by what it usually takes, not by one fixed time.
 
 The time to the first byte of an answer in one piece, the time to that of a stream, and the gaps inside a stream differ
-by orders of magnitude, and so do requests, models and machines. For each backend and each of the three the door keeps
-the longest silence that ended well for the size of its request; it fades with time. Several times that long is too
-long. Of a backend of which nothing is known yet, what is usual at the others counts.
+by orders of magnitude, and so do requests, models and machines. For each backend, model and kind of silence the door
+keeps the longest that ended well for the size of its request; it fades with time. Several times that long is too long.
+
+Where nothing is known yet, what is usual for the same model elsewhere counts, then what is usual for any. If that is
+not known either, the first byte may take as long as anything may: it depends on the prompt, the queue and the machine.
+But who has begun to stream goes on steadily, so gaps have a usual length to begin with. A stream's own gaps count at
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from expediter.core.errors import ConfigurationError
-from expediter.core.ranges import require_at_least
+from expediter.core.ranges import require_above_zero, require_at_least
 
 _FADE_S: Final = 300.0
 _START_TOKENS: Final = 512
@@ -42,6 +46,7 @@ class PatienceConfig:
         min_progress_s: silence up to here is always borne.
         max_progress_s: and never any longer, known or not.
         factor: times the longest usual silence.
+        usual_gap_s: longest silence inside of a body that is taken for usual before any was seen.
     Raises:
         ConfigurationError: the bounds are out of order, or the factor is below 1.
     """
@@ -49,11 +54,13 @@ class PatienceConfig:
     min_progress_s: float = 10.0
     max_progress_s: float = 300.0
     factor: float = 4.0
+    usual_gap_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 < self.min_progress_s <= self.max_progress_s < math.inf:
             raise ConfigurationError("min_progress_s must be above 0, and max_progress_s not below it")
         require_at_least(1, self, "factor")
+        require_above_zero(self, "usual_gap_s")
 
 
 def size_of(silence: Silence, num_prompt_tokens: int, num_output_tokens: float) -> float:
@@ -73,29 +80,39 @@ class Patience:
     def __init__(self, config: PatienceConfig) -> None:
         self.min_s = config.min_progress_s
         self._config = config
-        self._longest: dict[tuple[int, Silence], tuple[float, float]] = {}
+        # Per backend and model: the longest, and when it was.
+        self._longest: dict[Silence, dict[tuple[int, str], tuple[float, float]]] = {kind: {} for kind in Silence}
 
-    def borne(self, backend_id: int, silence: Silence, length_s: float, size: float, now_s: float) -> None:
+    def borne(self, backend_id: int, model: str, silence: Silence, length_s: float, size: float, now_s: float) -> None:
         """Hear of a silence that ended well."""
-        length = length_s / size
-        longest, at_s = self._longest.get((backend_id, silence), (0.0, now_s))
+        known, place, length = self._longest[silence], (backend_id, model), length_s / size
+        longest, at_s = known.get(place, (0.0, now_s))
         if length >= longest * math.exp((at_s - now_s) / _FADE_S):
-            self._longest[backend_id, silence] = (length, now_s)
+            known[place] = (length, now_s)
 
-    def limit_s(self, backend_id: int, silence: Silence, size: float) -> float:
+    def limit_s(self, backend_id: int, model: str, silence: Silence, size: float, *, own_gap_s: float = 0.0) -> float:
         """Return how long a backend may be silent.
 
         Args:
             size: by `size_of`; infinite where the client sets no bound on what is computed.
+            own_gap_s: the longest gap that the same body has had so far.
         """
-        known = self._longest.get((backend_id, silence))
-        if known is None:
-            known = max((v for (_, other), v in self._longest.items() if other is silence), default=None)
         config = self._config
-        usual_s = math.inf if known is None else known[0] * size
+        usual_s = max(own_gap_s, self._usual(backend_id, model, silence) * size)
         return min(config.max_progress_s, max(config.min_progress_s, config.factor * usual_s))
 
     def forget(self, backend_id: int) -> None:
         """Forget a backend that is gone."""
-        for silence in Silence:
-            self._longest.pop((backend_id, silence), None)
+        for known in self._longest.values():
+            for place in [each for each in known if each[0] == backend_id]:
+                del known[place]
+
+    def _usual(self, backend_id: int, model: str, silence: Silence) -> float:
+        known = self._longest[silence]
+        here = known.get((backend_id, model))
+        if here is not None:
+            return here[0]
+        same_model = [longest for (_, other), (longest, _) in known.items() if other == model]
+        if same_model or known:
+            return max(same_model or [longest for longest, _ in known.values()])
+        return self._config.usual_gap_s if silence is Silence.GAP else math.inf

@@ -38,7 +38,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event_and_no_clean_end(
 
 
 def test_a_stream_that_hangs_is_ended_by_its_lack_of_progress(mocks: list[MockBackend]) -> None:
-    """How long a gap may be is learned from streams that ended well; one that nothing is known of gets more time."""
+    """How long a gap may be is learned from streams that ended well."""
     with front_door(mocks, config="[door]\nmin_progress_s = 1.5\n") as door:
 
         async def story() -> None:
@@ -50,6 +50,22 @@ def test_a_stream_that_hangs_is_ended_by_its_lack_of_progress(mocks: list[MockBa
             assert not answer.is_whole
             assert answer.events[-1]["error"]["message"]
             assert 1 < answer.took_s < 8
+
+        run(story())
+
+
+def test_a_stream_that_hangs_is_ended_where_no_gap_was_ever_seen(mocks: list[MockBackend]) -> None:
+    with front_door(mocks, config="[door]\nmin_progress_s = 0.5\nusual_gap_s = 0.5\n") as door:
+
+        async def story() -> None:
+            all_do(mocks, hang="mid_stream", num_chunks=6)
+            answer = await ask(door.port, chat(stream=True))
+            assert answer.status == 200
+            assert answer.events[-1]["error"]["message"]
+            assert 1.5 < answer.took_s < 6
+            # And one whose gaps are longer is not, once it has shown that.
+            all_do(mocks, num_chunks=6, gap_s=1.0)
+            assert (await ask(door.port, chat(stream=True))).is_good
 
         run(story())
 

@@ -186,7 +186,8 @@ class Relay:
             return
         silence = Silence.GAP if self._is_answering else self._first_silence
         size = size_of(silence, self._dispatch.num_tokens, self._output_tokens)
-        if silent_s >= self._patience.limit_s(self._dispatch.backend.replica_id, silence, size):
+        backend_id, model = self._dispatch.backend.replica_id, self._dispatch.model
+        if silent_s >= self._patience.limit_s(backend_id, model, silence, size, own_gap_s=self._max_gap_s):
             self.give_up(Failure.TIMEOUT, now_s)
 
     def give_up(self, failure: Failure, now_s: float) -> None:
@@ -257,10 +258,10 @@ class Relay:
         assert self.first_byte_s is not None
         num_output = self._num_bytes / 4 if usage is None else usage.num_output_tokens
         size = size_of(silence, dispatch.num_tokens, num_output)
-        backend_id = dispatch.backend.replica_id
-        self._patience.borne(backend_id, silence, self.first_byte_s - dispatch.at_s, size, now_s)
+        backend_id, model = dispatch.backend.replica_id, dispatch.model
+        self._patience.borne(backend_id, model, silence, self.first_byte_s - dispatch.at_s, size, now_s)
         if self._max_gap_s:
-            self._patience.borne(backend_id, Silence.GAP, self._max_gap_s, 1.0, now_s)
+            self._patience.borne(backend_id, model, Silence.GAP, self._max_gap_s, 1.0, now_s)
 
     def _fail(self, failure: Failure, now_s: float) -> None:
         if self.first_byte_s is None:
