@@ -119,6 +119,90 @@ def test_errors_name_the_file_and_what_is_wrong(tmp_path, text, message):
     assert "it.toml" in str(caught.value)
 
 
+PLACES = """\
+[slo_classes.fast]
+ttft_s = 1
+
+[tenants.alice]
+key_hashes = ["00"]
+weight = 2
+[tenants."bob.b"]
+priority = 1
+max_requests_per_minute = 5
+[[backends]]
+url = "http://127.0.0.1:1"
+[[backends]]
+url = "http://127.0.0.1:2"
+models = [
+    "a",
+    "b",
+]
+max_requests = 4
+[failures]
+slow_factor = 2
+[[failures.crashes]]
+replica = 0
+at_s = 1
+[[failures.crashes]]
+replica = 1
+at_s = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ttft_s = 1", "ttft = 1", r":2: \[slo_classes\.fast\] has no 'ttft'; there are: e2e_s, refuse_late"),
+        ("ttft_s = 1", "ttft_s = -1", r":1: \[slo_classes\.fast\] SLO ttft must"),
+        (
+            "weight = 2",
+            "wieght = 2",
+            r":6: \[tenants\.alice\] has no 'wieght'; there are: .*max_tokens_per_minute.*weight",
+        ),
+        ("weight = 2", 'weight = "2"', r":6: \[tenants\.alice\] weight: Expected `float`, got `str`"),
+        ('["00"]', '["00", 3]', r":5: \[tenants\.alice\] key_hashes\[1\]: Expected `str`, got `int`"),
+        ("priority = 1", "priority = 1.5", r":8: \[tenants\.bob\.b\] priority: Expected `int"),
+        ("minute = 5", "minute = 0", r":9: \[tenants\.bob\.b\] max_requests_per_minute must be at least 1, not 0"),
+        (
+            "max_requests = 4",
+            "max_request = 4",
+            r":18: \[\[backends\]\] number 2 \(http://127.0.0.1:2\) has no 'max_request'",
+        ),
+        (
+            "max_requests = 4",
+            "max_requests = 0",
+            r":18: \[\[backends\]\] number 2 \(http://127.0.0.1:2\) max_requests must be at least 1",
+        ),
+        ('"http://127.0.0.1:2"', '"ftp://x"', r":12: \[\[backends\]\] number 2 \(ftp://x\) .*http://"),
+        ('    "b"', "    2", r":14: \[\[backends\]\] number 2 .* models\[1\]: Expected `str`, got `int`"),
+        ("replica = 1", "replika = 1", r":25: \[\[failures\.crashes\]\] number 2 has no 'replika'"),
+        ("[failures]", "[failure]", r":19: there is no \[failure\]; there are: .*failures"),
+        ("[[backends]]", "[backends]", r"it\.toml"),
+    ],
+)
+def test_errors_say_in_which_table_and_on_which_line(tmp_path, old, new, message):
+    assert load_file_config(write(tmp_path, PLACES)).backends[1].max_requests == 4
+    text = PLACES.replace(old, new)
+    with pytest.raises(ConfigurationError, match=rf"it\.toml{message}" if message[0] == ":" else message):
+        load_file_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("queue = 3", r"\[queue\] is no table"),
+        ("tenants = {alice = 3}", r"\[tenants\.alice\] is no table"),
+        ('tenants = {alice = {weight = "x"}}', r"it\.toml: \[tenants\.alice\] weight"),
+        ("backends = {url = 'http://x'}", r"\[backends\] is no array of tables"),
+        ("failures.crashes = 3", r"\[failures\.crashes\] is no array of tables"),
+        ("[failures]\ncrashes = [{replica = 0, at_s = 1}, {replica = 0}]", r"crashes\]\] number 2 .*at_s"),
+    ],
+)
+def test_tables_in_other_ways_of_writing(tmp_path, text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load_file_config(write(tmp_path, text))
+
+
 def test_a_file_that_is_not_there_or_no_text(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot read"):
         load_file_config(tmp_path / "none.toml")

@@ -47,13 +47,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final
 
-import msgspec
-
+from expediter.assembly.file_sections import PlacedError, Section, Table, TomlLines, sections
 from expediter.control.health import HealthConfig
 from expediter.control.limits import Limits
 from expediter.control.patience import PatienceConfig
@@ -68,15 +67,9 @@ from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.tenants import TenantBook, TenantConfig
 from expediter.sim.failures import NO_FAILURES, Crash, FailureConfig, Slowdown
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PATIENCE_FIELDS: Final[tuple[str, ...]] = ("min_progress_s", "max_progress_s", "usual_gap_s")
-_RETRY_FIELDS: Final[tuple[str, ...]] = ("max_attempts",)
-
-_Table = dict[str, Any]
-_Made = TypeVar("_Made", bound="DataclassInstance")
+_NOT_OF_THE_DOOR: Final = ("factor", "share", "min_per_s", "max_saved", "backoff_s", "max_backoff_s")
+"""Fields of patience and retries that nobody but a test sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,111 +131,61 @@ class FileConfig:
         )
 
 
-class _Anonymous(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    weight: float = 1.0
-    priority: int | None = None
-    models: tuple[str, ...] | None = None
-    slo_class: str = ""
-    max_requests_per_minute: int | None = None
-    max_tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-
-    def config(self) -> TenantConfig:
-        given = msgspec.structs.asdict(self)
-        limits = Limits(**{name: given.pop(name) for name in tuple(given) if name.startswith("max_")})
-        return TenantConfig(limits=limits, **given)
+_TENANT_KEYS: Final = ("key_hashes", "key_env")
+_SECTIONS: Final = ("slo_classes", "tenants", "anonymous", "queue", "door", "backends", "routing", "health", "failures")
 
 
-class _Tenant(_Anonymous, forbid_unknown_fields=True, kw_only=True):
-    key_hashes: tuple[str, ...] = ()
-    key_env: tuple[str, ...] = ()
-
-
-class _Crash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    replica: int
-    at_s: float
-    down_s: float | None = None
-
-
-class _Slowdown(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    replica: int
-    at_s: float
-    for_s: float
-    factor: float = 3.0
-
-
-class _Failures(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    crashes: list[_Crash] = []
-    slowdowns: list[_Slowdown] = []
-    crash_every_s: float | None = None
-    slow_every_s: float | None = None
-    down_s: float | None = None
-    slow_for_s: float = 10.0
-    slow_factor: float = 3.0
-    lose_transfers: float = 0.0
-    seed: int = 0
-
-    def config(self) -> FailureConfig:
-        given = msgspec.structs.asdict(self)
-        given["crashes"] = tuple(Crash(**msgspec.structs.asdict(crash)) for crash in self.crashes)
-        given["slowdowns"] = tuple(Slowdown(**msgspec.structs.asdict(slowdown)) for slowdown in self.slowdowns)
-        return FailureConfig(**given)
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    slo_classes: dict[str, _Table] = {}
-    tenants: dict[str, _Tenant] = {}
-    anonymous: _Anonymous | None = None
-    queue: _Table = {}
-    door: _Table = {}
-    backends: list[_Table] = []
-    routing: _Table = {}
-    health: _Table = {}
-    failures: _Failures = msgspec.field(default_factory=_Failures)
-
-    def config(self, path: Path) -> FileConfig:
-        classes = {name: _read(row, SloClass, f"slo_classes.{name}") for name, row in self.slo_classes.items()}
-        return FileConfig(
-            slo_classes=classes,
-            tenants={name: row.config() for name, row in self.tenants.items()},
-            anonymous=None if self.anonymous is None else self.anonymous.config(),
-            queue=_read(self.queue, QueueConfig, "queue"),
-            door=_door(self.door),
-            backends=tuple(_read(row, BackendConfig, "[backends]") for row in self.backends),
-            routing=_read(self.routing, RoutingConfig, "routing", DEFAULT_ROUTING),
-            health=_read(self.health, HealthConfig, "health"),
-            failures=self.failures.config(),
-            path=path,
-        )
-
-
-def _read(table: _Table, made: type[_Made], where: str, base: _Made | None = None) -> _Made:
-    """Return a configuration whose fields a table gives, strictly typed; the others are `base`'s or the usual ones.
+def _file(document: Table, lines: TomlLines, path: Path) -> FileConfig:
+    """Return what a file says.
 
     Raises:
-        ConfigurationError: a field is unknown, of another type or out of range; names the table.
+        PlacedError: something in it is unknown or out of range.
     """
-    known = {each.name for each in fields(made)}
-    unknown = [name for name in table if name not in known]
-    if unknown:
-        raise ConfigurationError(f"[{where}] has no {unknown[0]!r}; there are: {', '.join(sorted(known))}")
-    try:
-        given = msgspec.convert(table, made)
-    except (msgspec.ValidationError, ConfigurationError) as error:
-        raise ConfigurationError(f"[{where}] {error}") from error
-    return given if base is None else replace(base, **{name: getattr(given, name) for name in table})
+    for name in document:
+        if name not in _SECTIONS:
+            raise PlacedError(f"there is no [{name}]; there are: {', '.join(_SECTIONS)}", lines.find((name,), 0, None))
 
+    def table(name: str) -> Section:
+        return Section(document.get(name, {}), lines, (name,))
 
-def _door(table: _Table) -> DoorLimits:
-    """Return what `[door]` says: the fields of `HttpLimits`, and some about backends."""
-    patience = {name: table[name] for name in _PATIENCE_FIELDS if name in table}
-    retry = {name: table[name] for name in _RETRY_FIELDS if name in table}
-    http = {name: value for name, value in table.items() if name not in (*_PATIENCE_FIELDS, *_RETRY_FIELDS)}
-    return DoorLimits(
-        http=_read(http, HttpLimits, "door"),
-        patience=_read(patience, PatienceConfig, "door"),
-        retry=_read(retry, RetryConfig, "door"),
+    def named(name: str) -> dict[str, Section]:
+        return {key: Section(row, lines, (name, key)) for key, row in table(name).table.items()}
+
+    return FileConfig(
+        slo_classes={name: section.only(SloClass) for name, section in named("slo_classes").items()},
+        tenants={name: _tenant(section) for name, section in named("tenants").items()},
+        anonymous=_tenant(table("anonymous"), _TENANT_KEYS) if "anonymous" in document else None,
+        queue=table("queue").only(QueueConfig),
+        door=_door(table("door")),
+        backends=tuple(
+            section.only(BackendConfig)
+            for section in sections(document.get("backends", []), lines, ("backends",), "url")
+        ),
+        routing=table("routing").only(RoutingConfig, DEFAULT_ROUTING),
+        health=table("health").only(HealthConfig),
+        failures=_failures(table("failures")),
+        path=path,
     )
+
+
+def _tenant(section: Section, but: Sequence[str] = ()) -> TenantConfig:
+    section.allow(TenantConfig, Limits, but=("limits", *but))
+    return section.make(TenantConfig, limits=section.make(Limits))
+
+
+def _door(section: Section) -> DoorLimits:
+    """Return what `[door]` says: the fields of `HttpLimits`, and some about backends."""
+    section.allow(HttpLimits, PatienceConfig, RetryConfig, but=_NOT_OF_THE_DOOR)
+    return DoorLimits(
+        http=section.make(HttpLimits), patience=section.make(PatienceConfig), retry=section.make(RetryConfig)
+    )
+
+
+def _failures(section: Section) -> FailureConfig:
+    section.allow(FailureConfig)
+    crashes = tuple(part.only(Crash) for part in section.parts("crashes"))
+    slowdowns = tuple(part.only(Slowdown) for part in section.parts("slowdowns"))
+    return section.make(FailureConfig, crashes=crashes, slowdowns=slowdowns)
 
 
 def load_file_config(path: str | Path | None) -> FileConfig:
@@ -254,8 +197,12 @@ def load_file_config(path: str | Path | None) -> FileConfig:
     if path is None:
         return FileConfig()
     try:
-        return msgspec.convert(tomllib.loads(Path(path).read_text("utf-8")), _File).config(Path(path))
+        text = Path(path).read_text("utf-8")
+        return _file(tomllib.loads(text), TomlLines(text), Path(path))
     except OSError as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, ConfigurationError) as error:  # TOML, its encoding, and msgspec's errors are ValueErrors
+    except PlacedError as error:
+        place = path if error.line is None else f"{path}:{error.line}"
+        raise ConfigurationError(f"{place}: {error}") from error
+    except (ValueError, ConfigurationError) as error:  # of TOML and its encoding; of names
         raise ConfigurationError(f"{path}: {error}") from error

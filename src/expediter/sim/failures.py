@@ -87,7 +87,11 @@ class FailureConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_above_zero(self, "crash_every_s", "slow_every_s", "down_s", "slow_for_s")
+        require_above_zero(self, "crash_every_s", "slow_every_s")
+        for name in ("down_s", "slow_for_s"):  # for ever is a time, too
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {value}")
         _check(self.slow_factor, "slow_factor", 1.0)
         require_share(self, "lose_transfers")
 

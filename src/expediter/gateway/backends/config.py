@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from expediter.core.errors import ConfigurationError
+from expediter.core.ranges import require_at_least
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\[\]/-]{1,128}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -94,16 +95,15 @@ class BackendConfig:
         Address.of(self.url)
         if self.name and not _NAME.fullmatch(self.name):
             raise ConfigurationError(f"{self.name!r} is no name of a backend")
-        if self.max_requests is not None and self.max_requests < 1:
-            raise ConfigurationError(f"backend {self.url!r}: max_requests must be at least 1, not {self.max_requests}")
+        require_at_least(1, self, "max_requests")
         if self.api_key_env and not _VARIABLE.fullmatch(self.api_key_env):
             # The value is not repeated: it may be the key itself, given by mistake.
-            raise ConfigurationError(f"backend {self.url!r}: api_key_env is the name of an environment variable")
+            raise ConfigurationError("api_key_env is the name of an environment variable")
         for field in ("kv_events", "kv_replay"):
             if getattr(self, field) and not getattr(self, field).startswith(("tcp://", "ipc://")):
-                raise ConfigurationError(f"backend {self.url!r}: {field} begins with tcp:// or ipc://")
+                raise ConfigurationError(f"{field} begins with tcp:// or ipc://")
         if not self.kv_events and (self.kv_replay or self.tokenizer):
-            raise ConfigurationError(f"backend {self.url!r}: kv_replay and tokenizer need kv_events")
+            raise ConfigurationError("kv_replay and tokenizer need kv_events")
 
     @property
     def address(self) -> Address:
