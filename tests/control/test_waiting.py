@@ -327,13 +327,23 @@ def test_new_weights_reorder_who_waits(anew):
     for number in range(8):
         queue.offer(request(f"{'ab'[number % 2]}{number}", tenant="ab"[number % 2]), 0.0)
     if anew:
-        queue.reweigh({"a": 100.0, "b": 1.0}, 1.0)
+        queue.rearrange(QueueConfig(ordering="fair_share"), {"a": 100.0, "b": 1.0}, 1.0)
     assert len(queue) == 8
     order = turns(queue, 1.0)
     assert "".join(name[0] for name in order) == ("abaaabbb" if anew else "abbbbaaa")
     for name in ("s", *order):
         queue.end(name, 5)
     assert is_empty(queue)
+
+
+def test_another_order_and_other_bounds_are_for_who_waits_and_who_comes():
+    queue = make("fcfs")
+    for number in range(4):
+        queue.offer(request(f"r{number}", at_s=number / 8), 1.0)
+    queue.rearrange(QueueConfig(ordering="lifo", max_requests=2), {}, 1.0)
+    assert len(queue) == 4
+    assert queue.offer(request("late"), 1.0) is not None
+    assert turns(queue, 1.0) == ["r3", "r2", "r1", "r0"]
 
 
 # -- a life of its own -----------------------------------------------------------------------------------------------
@@ -358,6 +368,7 @@ class Waiting(RuleBasedStateMachine):
     )
     def begin(self, ordering, max_requests, max_tokens):
         self.ordering, self.max_requests, self.max_tokens = ordering, max_requests, max_tokens
+        self.most = max_requests, max_tokens
         self.queue = make(ordering, max_requests, max_tokens, {"a": 2.0})
         self.waiting: dict[str, tuple[Request, float]] = {}
         self.running: dict[str, Request] = {}
@@ -390,7 +401,7 @@ class Waiting(RuleBasedStateMachine):
         else:
             self.ends[name] = "full"
             assert 0 <= full.retry_after_s <= 60
-            assert len(self.waiting) == self.max_requests or self.tokens() + tokens > self.max_tokens
+            assert len(self.waiting) >= self.max_requests or self.tokens() + tokens > self.max_tokens
         self.collect(newcomer=one)
 
     @rule()
@@ -432,9 +443,13 @@ class Waiting(RuleBasedStateMachine):
         del self.waiting[name]
         self.ends[name] = "gone"
 
-    @rule(weight=st.floats(0.1, 10))
-    def reweigh(self, weight):
-        self.queue.reweigh({"a": weight}, self.now_s)
+    @rule(weight=st.sampled_from([0.5, 2.0, 7.0]), max_requests=st.integers(1, 8), max_tokens=st.integers(10, 200))
+    def rearrange(self, weight, max_requests, max_tokens):
+        """Bounds are for newcomers: who waits already goes on waiting."""
+        self.most = max(max_requests, len(self.waiting)), max(max_tokens, self.tokens())
+        self.max_requests, self.max_tokens = max_requests, max_tokens
+        config = QueueConfig(ordering=self.ordering, max_requests=max_requests, max_tokens=max_tokens)
+        self.queue.rearrange(config, {"a": weight}, self.now_s)
 
     def tokens(self):
         return sum(one.num_prompt_tokens for one, _ in self.waiting.values())
@@ -475,8 +490,8 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self):
         if hasattr(self, "queue"):
-            assert len(self.queue) <= self.max_requests
-            assert self.queue.num_tokens <= self.max_tokens or len(self.queue) == 1
+            assert len(self.queue) <= self.most[0]
+            assert self.queue.num_tokens <= self.most[1] or len(self.queue) == 1
 
     def teardown(self):
         if not hasattr(self, "queue"):

@@ -26,9 +26,11 @@ class FrontDoor:
     Attributes:
         port, admin_port: where it listens.
         pid: of its process.
+        config: its configuration file.
     """
 
-    def __init__(self, live: LiveServer, admin_port: int) -> None:
+    def __init__(self, live: LiveServer, admin_port: int, config: Path) -> None:
+        self.config = config
         self.live = live
         self.port = live.port
         self.pid = live.process.pid
@@ -78,7 +80,7 @@ def front_door(
         file.write(config)
         file.flush()
         with start_process(*command, "--admin-port", str(admin_port), "--config", file.name, *flags) as live:
-            door = FrontDoor(live, admin_port)
+            door = FrontDoor(live, admin_port, Path(file.name))
             if wait_for_up:
                 wait_until(lambda: num_up(door) == len(backends) + config.count("[[backends]]"), 20, "all backends up")
             yield door

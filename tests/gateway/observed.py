@@ -90,7 +90,12 @@ def observed(backends: Sequence[ShownBackend] = BACKENDS) -> Iterator[Observed]:
     siblings = Siblings(recent.find, history.since)
     explanations = Explanations(siblings)
     feeder = Feeder(
-        siblings, metrics.at_gateway, lambda: backends, lambda: ["llama-3.1-8b"], CLASSES, SlowReasons(explanations)
+        siblings,
+        metrics.at_gateway,
+        lambda: backends,
+        lambda: ["llama-3.1-8b"],
+        lambda: CLASSES,
+        SlowReasons(explanations),
     )
     sock = bind("127.0.0.1", 0)
     served = Observed(f"http://127.0.0.1:{sock.getsockname()[1]}", metrics, history, recent)

@@ -8,6 +8,7 @@ from test_backends import Door
 
 from expediter.core.errors import ConfigurationError
 from expediter.gateway.admin import build_admin, check_admin_address
+from expediter.gateway.reload import Reloaded
 from expediter.telemetry.exchanges import Outcome
 
 BASE = "http://127.0.0.1:9000"
@@ -58,14 +59,14 @@ def test_our_own_pool_is_not_for_removal():
     assert client(door).delete("/backends/own").status_code == 404
 
 
-def test_keys_are_read_again():
-    errors = [None, "line 3"]
+def test_the_file_is_read_again():
+    came = [Reloaded(after_restart=["[routing]"]), Reloaded("line 3")]
 
     async def reload():
-        return errors.pop(0)
+        return came.pop(0)
 
     admin = client(Door(0), reload=reload)
-    assert admin.post("/reload", json={}).status_code == 200
+    assert admin.post("/reload", json={}).json() == {"reloaded": True, "after_restart": ["[routing]"]}
     assert "line 3" in admin.post("/reload", json={}).json()["error"]["message"]
     assert client(Door(0)).post("/reload", json={}).status_code == 409
 

@@ -22,7 +22,7 @@ from expediter.cli.main import main
 from expediter.control.limits import Limits
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
-from expediter.gateway.reload import TenantReload
+from expediter.gateway.reload import FileReload
 from expediter.gateway.tenants import KEY_PREFIX, Tenant, TenantBook, TenantConfig, Tenants, hash_of, new_key
 
 ALICE = TenantConfig(key_hashes=(hash_of("key-a"),), weight=2.0, limits=Limits(max_requests_per_minute=5))
@@ -186,13 +186,17 @@ def live(model_folder: Path, file: Path) -> Iterator[LiveServer]:
 
 def test_a_file_that_cannot_be_used_changes_nothing_and_is_told(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     tenants = Tenants(load_file_config(file).tenant_book((), {}))
-    reload = TenantReload(file, lambda: load_file_config(file).tenant_book((), {}), tenants)
+
+    def put(book: TenantBook) -> list[str]:
+        tenants.replace(book)
+        return []
+
+    reload = FileReload(file, lambda: load_file_config(file).tenant_book((), {}), put)
     before = tenants.book
 
     def after(content: str) -> str | None:
         file.write_text(content)
-        asyncio.run(reload.reload())
-        return reload.error
+        return asyncio.run(reload.reload()).error
 
     for wrong in (
         "[tenants.alice",

@@ -8,7 +8,7 @@ import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,11 +18,13 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from expediter.assembly.door_config import DoorConfig, url_of
-from expediter.assembly.file_config import load_file_config
+from expediter.assembly.file_config import FileConfig, load_file_config
 from expediter.assembly.observing import Observing, OwnPoolSeen
+from expediter.assembly.renewal import renew_backends
 from expediter.control.limits import TenantLimits
 from expediter.control.patience import Patience
 from expediter.control.retry import RetryBudget
+from expediter.control.waiting import QueueConfig
 from expediter.gateway.admin import build_admin
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import Watcher
@@ -39,7 +41,7 @@ from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.openapi import OPERATIONS, Operation, openapi_route
 from expediter.gateway.processes import Sharing
 from expediter.gateway.recent import RecentRequests
-from expediter.gateway.reload import TenantReload
+from expediter.gateway.reload import FileReload
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
 from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.runtime.clock import MonotonicClock
@@ -89,6 +91,9 @@ class FrontDoor:
         self, config: DoorConfig, tenants: Tenants, drain: Drain, own: OwnPool | None, place: ProcessPlace = ALONE
     ) -> None:
         file, clock = config.file, MonotonicClock()
+        self._config = config
+        self._tenants = tenants
+        self._weights_at_start = file.weights
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
         limits = TenantLimits(tenants.limits)
@@ -109,18 +114,17 @@ class FrontDoor:
             metrics=metrics,
             backends=self.backends,
             own=None if own is None else own.seen(),
-            slo_classes=file.slo_classes,
+            slo_classes=lambda: tenants.book.slo_classes,
             live=self._live,
             ask=self._watcher.fetch_json,
             shows_all=lambda: not tenants.book.has_keys,
             place=place,
         )
-        queue = file.queue if own is None else file.queue.or_ordering(own.ordering)
-        room = WaitingRoom(queue, tenants.weights, clock, metrics)
-        parts = DoorParts(
+        self._room = WaitingRoom(self._queue(file.queue), tenants.weights, clock, metrics)
+        self._parts = parts = DoorParts(
             backends=self.backends,
             limits=limits if self._sharing is None else self._sharing.limits,
-            room=room,
+            room=self._room,
             patience=Patience(file.door.patience),
             retry=file.door.retry,
             budget=RetryBudget(file.door.retry, clock.now()),
@@ -149,9 +153,33 @@ class FrontDoor:
 
         def tenants_changed(_: TenantBook) -> None:
             limits.replace(tenants.limits, clock.now())
-            room.reweigh(tenants.weights)
 
         tenants.on_change(tenants_changed)
+
+    def _queue(self, queue: QueueConfig) -> QueueConfig:
+        return queue if self._own is None else queue.or_ordering(self._own.ordering)
+
+    def take(self, file: FileConfig) -> list[str]:
+        """Put another configuration file in force, all or nothing; return what of it takes a restart.
+
+        Raises:
+            ConfigurationError: it cannot be used; nothing has changed.
+        """
+        before = self._config.file
+        config, after_restart = self._config.taking(file)
+        book = config.tenant_book()
+        renew_backends(self.backends, before.backends, file.backends, os.environ)
+        self._config = config
+        self._tenants.replace(book)
+        self._room.rearrange(self._queue(file.queue), self._tenants.weights)
+        self.backends.health.configure(file.health)
+        self.listener.bound(file.door.http)
+        self._parts.patience.configure(file.door.patience)
+        self._parts.retry = file.door.retry
+        self._parts.budget.configure(file.door.retry)
+        if self._own is not None and file.weights != self._weights_at_start:
+            after_restart.append("weights of tenants inside our own replicas")
+        return after_restart
 
     def _shown(self) -> list[ShownBackend]:
         return self._observing.shown()
@@ -183,16 +211,10 @@ class FrontDoor:
         models = ", ".join(self.backends.models) or "no model yet"
         return f"serves {models} with {num_up} of {len(statuses)} backends up"
 
-    def admin(self, key: str, reload: TenantReload | None) -> ASGIApp:
-        """Return the admin API; keys are read again by `reload`, if there is a file."""
-
-        async def read_again() -> str | None:
-            assert reload is not None
-            await reload.reload()
-            return reload.error
-
+    def admin(self, key: str, reload: FileReload[FileConfig] | None) -> ASGIApp:
+        """Return the admin API; the file is read again by `reload`, if there is one."""
         pages = self._observing.admin.routes()
-        return build_admin(self.backends, key=key, reload=None if reload is None else read_again, pages=pages)
+        return build_admin(self.backends, key=key, reload=None if reload is None else reload.reload, pages=pages)
 
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""
@@ -228,9 +250,7 @@ async def run_door(
     """
     front = FrontDoor(config, tenants, drain, own, place)
     path = config.file.path
-    reload = None
-    if path is not None:
-        reload = TenantReload(path, lambda: replace(config, file=load_file_config(path)).tenant_book(), tenants)
+    reload = None if path is None else FileReload(path, lambda: load_file_config(path), front.take)
     async with _background(reload), _admin_listeners(front, config.admin_key, reload, admin, place):
         try:
             await front.start()
@@ -248,7 +268,7 @@ async def run_door(
 
 
 @contextlib.asynccontextmanager
-async def _background(reload: TenantReload | None) -> AsyncIterator[None]:
+async def _background(reload: FileReload[FileConfig] | None) -> AsyncIterator[None]:
     """Watch the configuration file, if there is one."""
     tasks = [] if reload is None else [asyncio.create_task(reload.run())]
     try:
@@ -261,7 +281,11 @@ async def _background(reload: TenantReload | None) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _admin_listeners(
-    front: FrontDoor, key: str, reload: TenantReload | None, admin: socket.socket | None, place: ProcessPlace
+    front: FrontDoor,
+    key: str,
+    reload: FileReload[FileConfig] | None,
+    admin: socket.socket | None,
+    place: ProcessPlace,
 ) -> AsyncIterator[None]:
     """Serve the admin API: to the operator, and to the other processes of ours."""
     listeners: list[Listener] = []

@@ -72,6 +72,14 @@ class DoorConfig:
         """The key that the admin listener asks for, "" for none."""
         return os.environ.get(ADMIN_KEY_VARIABLE, "")
 
+    def taking(self, file: FileConfig) -> tuple[DoorConfig, list[str]]:
+        """Return this configuration with what of another file a running server can take, and names of the rest.
+
+        Routing stays: its index of prefixes is made for its blocks, and several processes have to agree about them.
+        """
+        rest = [] if file.routing == self.file.routing else ["[routing]"]
+        return replace(self, file=replace(file, routing=self.file.routing)), rest
+
     def tenant_book(self) -> TenantBook:
         """Return who may come in."""
         return self.file.tenant_book(self.api_keys, os.environ)

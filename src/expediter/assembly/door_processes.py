@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,11 +19,10 @@ import uvloop
 
 from expediter.assembly.door import bind_admin, ready_line
 from expediter.assembly.door_config import DoorConfig
-from expediter.assembly.file_config import load_file_config
+from expediter.assembly.file_config import FileConfig, load_file_config
 from expediter.core.errors import ConfigurationError
-from expediter.gateway.reload import TenantReload
+from expediter.gateway.reload import FileReload
 from expediter.gateway.server import StopSignals, bind, first_of
-from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.telemetry.process_place import ProcessPlace
 
 logger = logging.getLogger(__name__)
@@ -92,35 +91,27 @@ class _Newest:
     """What a process is told when it is started, for the first time or again.
 
     Attributes:
-        config: with the tenants that the file had when it could last be used.
+        config: with what the file said when it could last be used.
     """
 
     def __init__(self, config: DoorConfig) -> None:
         self.config = config
-
-    def read(self) -> TenantBook:
-        """Read the file again; raises `ConfigurationError` and stays as it was if it cannot be used."""
-        known = self.config.file
-        file = load_file_config(known.path)
-        who = replace(known, tenants=file.tenants, anonymous=file.anonymous, slo_classes=file.slo_classes)
-        config = replace(self.config, file=who)
-        book = config.tenant_book()
-        self.config = config
-        return book
 
     async def watch(self, processes: Sequence[_Process]) -> None:
         """Read the file when it has changed or somebody asks for it by SIGHUP, and have all do so, until cancelled."""
         path = self.config.file.path
         if path is None:
             return
-        tenants = Tenants(self.config.tenant_book())
 
-        def tell(_: TenantBook) -> None:
+        def take(file: FileConfig) -> list[str]:
+            config, after_restart = self.config.taking(file)
+            config.tenant_book()
+            self.config = config
             for process in processes:
                 process.hang_up()
+            return after_restart
 
-        tenants.on_change(tell)
-        await TenantReload(path, self.read, tenants).run()
+        await FileReload(path, lambda: load_file_config(path), take).run()
 
 
 async def _serve(config: DoorConfig, announce: Callable[[str], None], command: Sequence[str]) -> None:

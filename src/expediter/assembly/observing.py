@@ -83,7 +83,7 @@ class Observing:
         metrics: GatewayMetrics,
         backends: Backends,
         own: OwnPoolSeen | None,
-        slo_classes: Mapping[str, SloClass],
+        slo_classes: Callable[[], Mapping[str, SloClass]],
         live: Callable[[str, str], list[ExchangeRecord]],
         ask: AskBackend,
         shows_all: Callable[[], bool],

@@ -156,6 +156,10 @@ class FleetHealth:
         """Whether somebody waits for a request on trial."""
         return bool(self._awaiting)
 
+    def configure(self, config: HealthConfig) -> None:
+        """Judge by other rules from now on; what was thought of each stays."""
+        self._config = config
+
     # ---- who is in it
 
     def join(self, replica_id: int, now_s: float) -> None:

@@ -83,6 +83,10 @@ class Patience:
         # Per backend and model: the longest, and when it was.
         self._longest: dict[Silence, dict[tuple[int, str], tuple[float, float]]] = {kind: {} for kind in Silence}
 
+    def configure(self, config: PatienceConfig) -> None:
+        """Take other bounds; what is known stays known."""
+        self.min_s, self._config = config.min_progress_s, config
+
     def borne(self, backend_id: int, model: str, silence: Silence, length_s: float, size: float, now_s: float) -> None:
         """Hear of a silence that ended well."""
         known, place, length = self._longest[silence], (backend_id, model), length_s / size

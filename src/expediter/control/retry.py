@@ -47,6 +47,11 @@ class RetryBudget:
         self._saved = config.max_saved
         self._at_s = now_s
 
+    def configure(self, config: RetryConfig) -> None:
+        """Take other rules; what is saved up stays, as far as they allow."""
+        self._config = config
+        self._saved = min(self._saved, config.max_saved)
+
     def earn(self) -> None:
         """Count a request that came in."""
         self._saved = min(self._config.max_saved, self._saved + self._config.share)

@@ -127,8 +127,15 @@ class CentralQueue:
         self._ordering = ORDERINGS[self._config.ordering or "fair_share"](around)
         self._queue = WaitingQueue(self._ordering)
 
-    def reweigh(self, weights: Mapping[str, float], now_s: float) -> None:
-        """Give tenants other weights. Fairness begins anew, and who waits keeps waiting."""
+    def rearrange(self, config: QueueConfig, weights: Mapping[str, float], now_s: float) -> None:
+        """Take other bounds, another ordering, other weights.
+
+        Who waits keeps waiting, whatever the bounds. With another ordering or other weights fairness begins anew.
+        """
+        is_other_order = (config.ordering, weights) != (self._config.ordering, self._weights)
+        self._config = config
+        if not is_other_order:
+            return
         self._arrange(weights)
         for state in self._waiting.values():
             self._queue.push(state, now_s)

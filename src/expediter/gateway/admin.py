@@ -1,4 +1,4 @@
-"""The admin API: backends come and go while the server runs, and keys are read again. It has a listener of its own.
+"""The admin API: backends come and go while the server runs, and its file is read again. It has a listener of its own.
 
 It listens on loopback unless there is a key, and then every request needs it. A page in a browser on the same machine
 can send requests to loopback, too: so what changes something has to be JSON, which a browser does not send elsewhere
@@ -28,9 +28,10 @@ from expediter.gateway.backends.config import BackendConfig
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.errors import ERROR_HANDLERS, ApiError, bad_request
 from expediter.gateway.json_response import json_response
+from expediter.gateway.reload import Reloaded
 
-Reload = Callable[[], Awaitable[str | None]]
-"""Reads the configuration file again; returns why that did not work, None if it did."""
+Reload = Callable[[], Awaitable[Reloaded]]
+"""Reads the configuration file again."""
 ADMIN_KEY_VARIABLE: Final = "EXPEDITER_ADMIN_KEY"
 _CHALLENGE: Final = 'Bearer, Basic realm="Expediter admin key as the password", charset="UTF-8"'
 _MAX_BODY_BYTES: Final = 1 << 16
@@ -173,13 +174,13 @@ class _Pages:
         return json_response({"name": backend.name, "num_in_flight": backend.num_in_flight})
 
     async def reload(self, _: HttpRequest) -> Response:
-        """Read tenants and keys again."""
+        """Read the configuration file again."""
         if self._reload is None:
             raise ApiError(409, "there is no configuration file to read again", code="conflict")
-        error = await self._reload()
-        if error is not None:
-            raise ApiError(409, f"nothing has changed: {error}", code="conflict")
-        return json_response({"reloaded": True})
+        reloaded = await self._reload()
+        if reloaded.error is not None:
+            raise ApiError(409, f"nothing has changed: {reloaded.error}", code="conflict")
+        return json_response({"reloaded": True, "after_restart": reloaded.after_restart})
 
     def _named(self, request: HttpRequest) -> Backend:
         backend = self._backends.named(request.path_params["name"])

@@ -5,37 +5,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from expediter.core.errors import ConfigurationError
-from expediter.gateway.tenants import TenantBook, Tenants
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S: Final = 1.0
 
+Loaded = TypeVar("Loaded")
 
-class TenantReload:
-    """Keeps the tenants as the file has them. A file that cannot be used changes nothing, and the log says why.
 
-    SLO classes come along with them. The rest of the file is read at the start only.
+class Reloaded(NamedTuple):
+    """What came of reading the file again.
+
+    Attributes:
+        error: why nothing has changed; None if the file is in force.
+        after_restart: what of it is not, until the server starts again.
+    """
+
+    error: str | None = None
+    after_restart: Sequence[str] = ()
+
+
+class FileReload(Generic[Loaded]):
+    """Keeps the server as the file has it. A file that cannot be used changes nothing, and the log says why.
 
     Args:
         path: of the file.
-        load: reads it; raises `ConfigurationError` if it cannot be used.
-    Attributes:
-        error: why the file as it is now is not in force; None if it is.
+        load: reads it, in a thread.
+        put: puts what was read in force, all or nothing, and returns what of it takes a restart. Either raises
+            `ConfigurationError` if it cannot be used.
     """
 
-    def __init__(self, path: Path, load: Callable[[], TenantBook], tenants: Tenants) -> None:
+    def __init__(self, path: Path, load: Callable[[], Loaded], put: Callable[[Loaded], Sequence[str]]) -> None:
         self._path = path
         self._load = load
-        self._tenants = tenants
+        self._put = put
         self._seen = self._signature()
         self._wake = asyncio.Event()
-        self.error: str | None = None
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -49,17 +59,17 @@ class TenantReload:
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
 
-    async def reload(self) -> None:
+    async def reload(self) -> Reloaded:
         """Read the file now."""
         try:
-            book = await asyncio.to_thread(self._load)
+            after_restart = self._put(await asyncio.to_thread(self._load))
         except ConfigurationError as error:
-            self.error = str(error)
-            logger.error("tenants stay as they were: %s", error)
-            return
-        self.error = None
-        self._tenants.replace(book)
-        logger.info("tenants read again: %s", ", ".join(tenant.title for tenant in book.tenants.values()))
+            logger.error("the configuration stays as it was: %s", error)
+            return Reloaded(str(error))
+        logger.info("the configuration was read again")
+        for what in after_restart:
+            logger.warning("%s: what the file says now takes a restart", what)
+        return Reloaded(after_restart=after_restart)
 
     async def _until_due(self) -> None:
         """Return at a signal, or when the file is another than it was."""

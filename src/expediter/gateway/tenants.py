@@ -148,6 +148,7 @@ class TenantBook:
         environment: where `key_env` looks.
     Attributes:
         tenants: by name, the anonymous one among them if it may come in.
+        slo_classes: as given.
     Raises:
         ConfigurationError: something in it cannot be; the message names the tenant and never a key.
     """
@@ -161,7 +162,7 @@ class TenantBook:
         keys: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        classes = slo_classes or {}
+        self.slo_classes = classes = slo_classes or {}
         described = {name: config.tenant(name, classes) for name, config in (tenants or {}).items()}
         self._by_hash: dict[bytes, tuple[bytes, Tenant]] = {}
         for name, config in (tenants or {}).items():

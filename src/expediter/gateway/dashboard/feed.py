@@ -88,7 +88,7 @@ class Feeder:
         at_gateway: what is at the gateway now.
         backends: those to be shown, an own pool as its replicas.
         models: names that clients may use.
-        slo_classes: whose targets are drawn.
+        slo_classes: whose targets are drawn, as they are now.
     """
 
     def __init__(
@@ -97,16 +97,14 @@ class Feeder:
         at_gateway: Callable[[], AtGateway],
         backends: Callable[[], Sequence[ShownBackend]],
         models: Callable[[], Sequence[str]],
-        slo_classes: Mapping[str, SloClass],
+        slo_classes: Callable[[], Mapping[str, SloClass]],
         reasons: SlowReasons,
     ) -> None:
         self._siblings = siblings
         self._at_gateway = at_gateway
         self._backends = backends
         self._models = models
-        self._targets = [
-            Targets(name, of.ttft_s, of.tpot_s) for name, of in slo_classes.items() if of.ttft_s or of.tpot_s
-        ]
+        self._slo_classes = slo_classes
         self._reasons = reasons
 
     async def feed(self, since: int) -> Feed:
@@ -130,7 +128,11 @@ class Feeder:
             queue_requests=here.queue_requests,
             queue_tokens=here.queue_tokens,
             models=list(self._models()),
-            targets=self._targets,
+            targets=[
+                Targets(name, of.ttft_s, of.tpot_s)
+                for name, of in self._slo_classes().items()
+                if of.ttft_s or of.tpot_s
+            ],
             backends=list(self._backends()),
             points=points,
         )

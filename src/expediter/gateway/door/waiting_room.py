@@ -46,11 +46,11 @@ class WaitingRoom:
         self._waiters: dict[str, Waiter] = {}
         self._is_calling_soon = False
 
-    def reweigh(self, weights: Mapping[str, float]) -> None:
-        """Give tenants other weights."""
-        self._weights = weights
+    def rearrange(self, config: QueueConfig, weights: Mapping[str, float]) -> None:
+        """Take other bounds, another ordering, other weights; as `CentralQueue.rearrange`."""
+        self._config, self._weights = config, weights
         for queue in self._queues.values():
-            queue.reweigh(weights, self._clock.now())
+            queue.rearrange(config, weights, self._clock.now())
 
     def __len__(self) -> int:
         return len(self._waiters)

@@ -25,6 +25,10 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
+    def bound(self, limits: HttpLimits) -> None:
+        """Put other limits in force, for connections that come from now on."""
+        self._state.limits = limits
+
     async def start(self, sock: socket.socket) -> None:
         """Listen on a bound socket, which is closed at the end."""
         self._sweep()
