@@ -28,12 +28,13 @@ from expediter.control.waiting import QueueConfig
 from expediter.gateway.admin import build_admin
 from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import Watcher
+from expediter.gateway.changes import Changes
 from expediter.gateway.door.door import MODEL_PATHS, Door
 from expediter.gateway.door.drain import Drain
 from expediter.gateway.door.pages import Pages, build_app
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.waiting_room import WaitingRoom
-from expediter.gateway.everywhere import CONTROL, Changes, Everywhere
+from expediter.gateway.everywhere import CONTROL, Everywhere, make
 from expediter.gateway.explanations import Pool
 from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
@@ -85,12 +86,17 @@ class OwnPool:
 
 
 class FrontDoor:
-    """One process's door; make it inside of the event loop."""
+    """One process's door; make it inside of the event loop.
+
+    Attributes:
+        on_renewed: told the names of the backends that have come or gone with another configuration file.
+    """
 
     def __init__(
         self, config: DoorConfig, tenants: Tenants, drain: Drain, own: OwnPool | None, place: ProcessPlace = ALONE
     ) -> None:
         file, clock = config.file, MonotonicClock()
+        self.on_renewed: Callable[[Sequence[str]], None] = lambda _: None
         self._config = config
         self._tenants = tenants
         self._weights_at_start = file.weights
@@ -168,7 +174,7 @@ class FrontDoor:
         before = self._config.file
         config, after_restart = self._config.taking(file)
         book = config.tenant_book()
-        renew_backends(self.backends, before.backends, file.backends, os.environ)
+        names = renew_backends(self.backends, before.backends, file.backends, os.environ)
         self._config = config
         self._tenants.replace(book)
         self._room.rearrange(self._queue(file.queue), self._tenants.weights)
@@ -177,6 +183,7 @@ class FrontDoor:
         self._parts.patience.configure(file.door.patience)
         self._parts.retry = file.door.retry
         self._parts.budget.configure(file.door.retry)
+        self.on_renewed(names)
         if self._own is not None and file.weights != self._weights_at_start:
             after_restart.append("weights of tenants inside our own replicas")
         return after_restart
@@ -296,11 +303,13 @@ async def _admin_listeners(
         sock.bind(str(path))
         inner = front.admin("", reload)
         listeners.append(await _listening(inner, sock))
-        await Changes(path.with_name(_CHANGES)).make(inner)
+        changes = Changes(path.with_name(_CHANGES))
+        await make(changes, inner)
     if admin is not None:
         app = front.admin(key, reload)
         if path is not None:
-            app = Everywhere(app, place.others(CONTROL), Changes(path.with_name(_CHANGES)))
+            app = Everywhere(app, place.others(CONTROL), changes)
+            front.on_renewed = changes.settled
         listeners.append(await _listening(app, admin))
     try:
         yield

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 def renew_backends(
     backends: Backends, before: Sequence[BackendConfig], now: Sequence[BackendConfig], environment: Mapping[str, str]
-) -> None:
-    """Let go of those whose table is gone, and take in those that have one now.
+) -> list[str]:
+    """Let go of those whose table is gone, and take in those that have one now; return the names of both.
 
     One that is described otherwise than before is let go of and taken in. What has been added, drained or removed in
     another way stays so, and what is in flight goes on.
@@ -43,3 +43,4 @@ def renew_backends(
             logger.info("backend %s is gone from the file", backend.name)
     for config in new:
         logger.info("backend %s is new in the file", backends.add(config).name)
+    return [config.shown_name for config in (*gone, *new)]

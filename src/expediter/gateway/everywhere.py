@@ -13,6 +13,8 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from expediter.gateway.changes import Call, Changes
+
 logger = logging.getLogger(__name__)
 
 CONTROL: Final = "control"
@@ -24,34 +26,16 @@ _TIMEOUT_S: Final = 5.0
 _REASONS: Final = (OSError, TimeoutError)
 
 
-class Change(msgspec.Struct, frozen=True):
-    """A request that has changed something."""
+async def make(changes: Changes, app: ASGIApp) -> None:
+    """Make all changes at an admin API that has seen none of them, or some."""
+    for call in changes.calls():
+        status, _ = await _call(app, _scope(call), call.body)
+        if status >= _NOT_DONE:
+            logger.info("%s %s had been done already: %d", call.method, call.path, status)
 
-    method: str
-    path: str
-    body: str
 
-
-class Changes:
-    """All changes since the gateway's start, in a file: a process that is started again makes them, too."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def note(self, change: Change) -> None:
-        """Append a change."""
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(change) + b"\n")
-
-    async def make(self, app: ASGIApp) -> None:
-        """Make all changes at an admin API that has seen none of them, or some."""
-        if not self._path.exists():
-            return
-        for line in self._path.read_bytes().splitlines():
-            change = msgspec.json.decode(line, type=Change)
-            status, _ = await _call(app, _scope(change), change.body.encode())
-            if status >= _NOT_DONE:
-                logger.info("%s %s had been done already: %d", change.method, change.path, status)
+class _Named(msgspec.Struct):
+    name: str
 
 
 class Everywhere:
@@ -75,7 +59,8 @@ class Everywhere:
         status, messages = await _call(self._app, scope, body)
         if status < _NOT_DONE:
             if scope["path"] != _RELOAD:  # who starts later reads the file anyway
-                self._changes.note(Change(scope["method"], scope["raw_path"].decode("ascii"), body.decode()))
+                call = Call(scope["method"], scope["raw_path"].decode("ascii"), body)
+                self._changes.note(call, _named_in(messages))
             head = b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
             line = head % (scope["method"].encode("ascii"), scope["raw_path"])
             told = b"%bContent-Length: %d\r\n\r\n%b" % (line, len(body), body)
@@ -98,13 +83,18 @@ async def _call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, list[Mess
     return (messages[0]["status"] if messages else 500), messages
 
 
-def _scope(change: Change) -> Scope:
+def _named_in(messages: list[Message]) -> str:
+    """Return the backend that an answer names."""
+    return msgspec.json.decode(b"".join(message.get("body", b"") for message in messages), type=_Named).name
+
+
+def _scope(call: Call) -> Scope:
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     return {
         "type": "http",
-        "method": change.method,
-        "path": unquote(change.path),
-        "raw_path": change.path.encode("ascii"),
+        "method": call.method,
+        "path": unquote(call.path),
+        "raw_path": call.path.encode("ascii"),
         "query_string": b"",
         "headers": headers,
     }
