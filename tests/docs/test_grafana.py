@@ -22,8 +22,15 @@ NAME = re.compile(r"\b(?:expediter|vllm):[a-z0-9_]+")
 LABELS = re.compile(r"\{([^}]*)\}|\b(?:by|ignoring|on) \(([^)]*)\)")
 
 
-def expressions() -> Iterator[tuple[str, str]]:
+def panels() -> Iterator[dict[str, Any]]:
+    """Yield all panels in their order; those of a closed row lie in it."""
     for panel in DASHBOARD["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for panel in panels():
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
     for variable in DASHBOARD["templating"]["list"]:
@@ -65,9 +72,9 @@ def test_it_shows_all_that_the_gateway_counts() -> None:
 
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
-    for panel in DASHBOARD["panels"]:
+    for panel in panels():
         place = panel["gridPos"]
         cells = {
             (x, y)

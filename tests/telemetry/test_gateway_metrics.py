@@ -128,6 +128,31 @@ def test_backends() -> None:
     assert sample("expediter:backend_kv_usage", {"backend": "b1"}) is None, "it has told nothing"
 
 
+def test_what_is_news_the_first_time_is_shown_before() -> None:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry, lambda: [ShownBackend(name="b0"), ShownBackend(name="replica 0", is_own=True)])
+
+    def shown() -> list[float | None]:
+        return [
+            value(registry, "ejections_total", backend="b0"),
+            value(registry, "probes_total", backend="b0", result="failure"),
+            value(registry, "attempt_failures_total", backend="b0", cause="connect"),
+            value(registry, "retries_total", cause="timeout"),
+            value(registry, "unauthorized_total"),
+        ]
+
+    assert shown() == [0, 0, 0, 0, 0], "or the rate of the first ones would be seen by nobody"
+    metrics.ejected("b0")
+    metrics.probed("b0", succeeded=False)
+    metrics.unauthorized()
+    failed = [
+        Attempt(backend="b0", dispatched_s=100.1, ended_s=100.2, failure=cause) for cause in ("timeout", "connect")
+    ]
+    metrics.record(answered(attempts=(*failed, *answered().attempts)))
+    assert shown() == [1, 1, 1, 1, 1]
+    assert value(registry, "ejections_total", backend="replica 0") is None, "own replicas are never ejected"
+
+
 def test_labels_are_bounded() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from expediter.control.health import Failure
 from expediter.control.routing.base import Placement
 from expediter.telemetry.counter_rows import CounterRows, Key, read_rows, summed
 from expediter.telemetry.exchanges import ExchangeRecord, Outcome
@@ -311,11 +312,28 @@ class _Shown(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics = {family.name: (family, _empty(family)) for family in COUNTED}
-        for (name, *labels), values in self._rows().items():
+        rows, backends = self._rows(), self._backends()
+        for key in _foreseen(backends):
+            rows.setdefault(key, [0.0])
+        for (name, *labels), values in rows.items():
             family, metric = metrics[name]
             _add_row(metric, family, labels, values)
         yield from (metric for _, metric in metrics.values())
-        yield from _of_backends(self._backends())
+        yield from _of_backends(backends)
+
+
+def _foreseen(backends: Sequence[ShownBackend]) -> Iterator[Key]:
+    """Yield the rows of which already the first count is news.
+
+    They are shown from the start: a rate does not see the value that a counter begins with.
+    """
+    yield (UNAUTHORIZED.name,)
+    yield from ((RETRIES.name, failure.value) for failure in Failure)
+    for backend in backends:
+        if not backend.is_own:
+            yield (EJECTIONS.name, backend.name)
+            yield from ((PROBES.name, backend.name, result) for result in ("success", "failure"))
+            yield from ((FAILURES.name, backend.name, failure.value) for failure in Failure)
 
 
 def _empty(family: Family) -> _Shape:
