@@ -192,6 +192,40 @@ def test_it_goes_on_and_says_when_nobody_answers() -> None:
 
 
 @needs_browser
+def test_what_has_only_begun_does_not_look_like_a_fall() -> None:
+    """Four requests a second, evenly: at no moment may the page say anything else."""
+    template = next(traffic(30.0))
+    fields = {name: getattr(template, name) for name in template.__struct_fields__}
+    next_s = time.monotonic() - 120.0
+
+    with observed() as server:
+
+        def catch_up() -> None:
+            nonlocal next_s
+            while next_s <= time.monotonic():
+                times = {"arrived_s": next_s - 0.2, "first_byte_s": next_s - 0.1, "ended_s": next_s}
+                server.record(ExchangeRecord(**{**fields, **times, "num_output_tokens": 5, "tenant": "even"}))
+                next_s += 0.25
+
+        async def see(tab: Tab) -> None:
+            box = await tab.value("""(({right, top}) => [right - 23, top + 60])(
+                document.querySelector("#goodput canvas").getBoundingClientRect())""")
+            seen = set()
+            while len(seen) < 4:  # the page asks every two seconds, an interval is five
+                catch_up()
+                await asyncio.sleep(0.1)
+                await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+                last = await tab.value("[...document.querySelectorAll('#goodput .u-value')].map((v) => v.innerText)")
+                rate = await tab.value("document.querySelector('#figures dd').innerText")
+                assert float(last[1]) == pytest.approx(4, rel=0.03), last
+                assert float(rate.split()[0]) == pytest.approx(4, rel=0.05), rate
+                seen.add(await tab.value("document.getElementById('state').innerText"))
+
+        catch_up()
+        look(server.url, see, 1440, 1400)
+
+
+@needs_browser
 def test_names_are_text() -> None:
     with observed() as server:
         for record in traffic(30.0):

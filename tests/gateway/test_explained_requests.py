@@ -11,7 +11,7 @@ import pytest
 from expediter.control.routing.base import Candidate, Placement
 from expediter.core.errors import CapacityError
 from expediter.core.slo import Slo
-from expediter.gateway.dashboard.slow import SlowReasons, longest_wait
+from expediter.gateway.dashboard.slow import SlowReasons, at_gateway, longest_wait, missed_targets
 from expediter.gateway.explanations import Entry, Explanations
 from expediter.gateway.siblings import Siblings
 from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
@@ -194,6 +194,7 @@ def test_why_in_a_sentence() -> None:
     pool = explanations(exchange(), own="b0")
     told = asyncio.run(SlowReasons(pool).of(exchange()))
     assert told == (
+        "late: 900 ms until the first token, target 500 ms; "
         "500 ms in the gateway's queue behind 7 requests, no backend being free; 100 ms lost at b1: connect; "
         "300 ms at b0 until the first token, where 200 ms were expected; "
         "there 300 ms: it was its turn, but no slot was free"
@@ -201,6 +202,40 @@ def test_why_in_a_sentence() -> None:
     gone = exchange(attempts=(), first_byte_s=None, outcome=Outcome.EXPIRED, error_code="deadline_exceeded")
     assert "its deadline passed while it waited (deadline_exceeded)" in asyncio.run(SlowReasons(pool).of(gone))
     assert longest_wait([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("slo", "told"),
+    [
+        (Slo(ttft_s=1.0, tpot_s=0.125, e2e_s=3.0), []),
+        (Slo(ttft_s=0.899), ["late: 900 ms until the first token, target 899 ms"]),
+        (Slo(ttft_s=2.0, tpot_s=0.0625), ["late: 110 ms per output token, target 62.5 ms"]),
+        (
+            Slo(ttft_s=0.5, e2e_s=1.75),
+            ["late: 900 ms until the first token, target 500 ms", "late: 2 s until the end, target 1.75 s"],
+        ),
+    ],
+)
+def test_which_target_was_missed(slo: Slo, told: list[str]) -> None:
+    record = exchange(slo=slo)
+    assert (record.met_slo is False) == bool(told)
+    assert missed_targets(record) == told
+
+
+def test_a_wait_between_two_attempts() -> None:
+    lost = Attempt(backend="b1", dispatched_s=10.0, ended_s=10.2, failure="connect")
+    attempts = (lost, Attempt(backend="b0", dispatched_s=10.7, ended_s=12.0))
+    at_b0 = "200 ms at b0 until the first token, where 200 ms were expected"
+    paused = exchange(attempts=attempts, dispatched_s=10.7, queued_s=None)
+    assert at_gateway(paused) == ["200 ms lost at b1: connect", "500 ms until the next attempt", at_b0]
+    queued = exchange(attempts=attempts, dispatched_s=10.7, queued_s=10.2)
+    assert queued.queue_s == pytest.approx(0.5), "not what lies between that and the first attempt, which is below 0"
+    in_queue = "500 ms in the gateway's queue behind 7 requests, no backend being free"
+    assert at_gateway(queued) == ["200 ms lost at b1: connect", in_queue, at_b0]
+    spans = explain(explanations(queued), "alice", "mine")["gateway"][0]["spans"]
+    assert [span["reason"] for span in spans] == ["forwarded", "queued", "routed", "forwarded", "ended"]
+    expired = exchange(attempts=(lost,), queued_s=10.2, first_byte_s=None, outcome=Outcome.EXPIRED, ended_s=11.0)
+    assert at_gateway(expired)[1].startswith("800 ms in the gateway's queue")
 
 
 def test_a_replica_is_asked_once_about_a_request() -> None:

@@ -121,14 +121,15 @@ def spans_of(record: ExchangeRecord) -> list[Span]:
     """Return what the gateway did with a request, in order."""
     spans = []
     is_open = record.outcome is Outcome.OPEN
-    if record.queued_s is not None:
-        until_s = record.attempts[0].dispatched_s if record.attempts else record.ended_s
+    until_s = record.left_queue_s
+    if record.queued_s is not None and until_s is not None:
         waited: dict[str, Detail] = {
             "requests": record.queued_behind_requests,
             "tokens": record.queued_behind_tokens,
             "no_slot_s": until_s - record.queued_s,
         }
-        spans.append(Span(record.queued_s, None if is_open and not record.attempts else until_s, Reason.QUEUED, waited))
+        still_waits = is_open and until_s == record.ended_s
+        spans.append(Span(record.queued_s, None if still_waits else until_s, Reason.QUEUED, waited))
     for number, attempt in enumerate(record.attempts, 1):
         is_last = number == len(record.attempts)
         if is_last and record.route is not None:
@@ -136,7 +137,7 @@ def spans_of(record: ExchangeRecord) -> list[Span]:
         spans.append(_forwarded(record, attempt, is_last=is_last, is_open=is_open))
     if not is_open:
         spans.append(_end(record))
-    return spans
+    return sorted(spans, key=lambda span: span.from_s)  # it may have waited between two attempts
 
 
 def told_spans(spans: Sequence[Span], origin_s: float) -> list[dict[str, object]]:

@@ -129,12 +129,20 @@ class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return (self.ended_s - self.first_byte_s) / (self.num_output_tokens - 1)
 
     @property
-    def queue_s(self) -> float | None:
-        """Time in the central queue; None if it never waited there."""
+    def left_queue_s(self) -> float | None:
+        """When it left the central queue, for a backend or by ending there; None if it never waited there."""
         if self.queued_s is None:
             return None
-        until_s = self.attempts[0].dispatched_s if self.attempts else self.ended_s
-        return until_s - self.queued_s
+        # Whose first backend failed may have waited only after that.
+        dispatched_s = (attempt.dispatched_s for attempt in self.attempts if attempt.dispatched_s >= self.queued_s)
+        return next(dispatched_s, self.ended_s)
+
+    @property
+    def queue_s(self) -> float | None:
+        """Time in the central queue; None if it never waited there."""
+        if self.queued_s is None or self.left_queue_s is None:
+            return None
+        return self.left_queue_s - self.queued_s
 
     @property
     def met_slo(self) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -35,7 +36,7 @@ class SlowReasons:
 
     async def of(self, record: ExchangeRecord) -> str:
         """Return a sentence; it holds numbers and names of backends, never what a client wrote."""
-        parts = at_gateway(record)
+        parts = [*missed_targets(record), *at_gateway(record)]
         told = await self._at_replica(record)
         return "; ".join([*parts, told] if told else parts) or "nothing held it"
 
@@ -53,24 +54,51 @@ class SlowReasons:
         return told
 
 
+def missed_targets(record: ExchangeRecord) -> list[str]:
+    """Return which targets an answered request missed, and by how much: its first token need not be what was late."""
+    if record.outcome is not Outcome.OK:
+        return []
+    times = (
+        (record.ttft_s, record.slo.ttft_s, "until the first token"),
+        (record.tpot_s, record.slo.tpot_s, "per output token"),
+        (record.e2e_s, record.slo.e2e_s, "until the end"),
+    )
+    return [
+        f"late: {_in_digits(took_s)} {of}, target {_in_digits(target_s)}"
+        for took_s, target_s, of in times
+        if took_s is not None and target_s is not None and took_s > target_s
+    ]
+
+
 def at_gateway(record: ExchangeRecord) -> list[str]:
     """Return what the gateway knows of a request's way, in order."""
     parts = []
-    if (queue_s := record.queue_s or 0.0) >= _WORTH_TELLING_S:
-        behind = record.queued_behind_requests
-        whom = f" behind {behind} request{'s' if behind != 1 else ''}" if behind else ""
-        parts.append(f"{_seconds(queue_s)} in the gateway's queue{whom}, no backend being free")
-    parts += [
-        f"{_seconds(attempt.ended_s - attempt.dispatched_s)} lost at {attempt.backend}: {attempt.failure}"
-        for attempt in record.attempts
-        if attempt.failure is not None
-    ]
+    queued, failed_s = _in_queue(record), math.inf
+    for attempt in record.attempts:
+        if queued and record.left_queue_s == attempt.dispatched_s:
+            parts.append(queued)
+        elif attempt.dispatched_s - failed_s >= _WORTH_TELLING_S:
+            parts.append(f"{_seconds(attempt.dispatched_s - failed_s)} until the next attempt")
+        if attempt.failure is not None:
+            lost_s = attempt.ended_s - attempt.dispatched_s
+            parts.append(f"{_seconds(lost_s)} lost at {attempt.backend}: {attempt.failure}")
+        failed_s = attempt.ended_s
+    if queued and record.left_queue_s == record.ended_s:
+        parts.append(queued)
     if record.attempts and record.attempts[-1].failure is None:
         parts.append(_at_backend(record))
     if record.outcome in _ENDINGS:
         code = f" ({record.error_code})" if record.error_code else ""
         parts.append(f"{_ENDINGS[record.outcome]}{code}")
     return parts
+
+
+def _in_queue(record: ExchangeRecord) -> str:
+    queue_s, behind = record.queue_s or 0.0, record.queued_behind_requests
+    if queue_s < _WORTH_TELLING_S:
+        return ""
+    whom = f" behind {behind} request{'s' if behind != 1 else ''}" if behind else ""
+    return f"{_seconds(queue_s)} in the gateway's queue{whom}, no backend being free"
 
 
 def longest_wait(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -94,6 +122,11 @@ def _at_backend(record: ExchangeRecord) -> str:
     if record.predicted_ttft_s is not None and record.is_stream:
         took = f"{took}, where {_seconds(record.predicted_ttft_s)} were expected"
     return took
+
+
+def _in_digits(seconds: float) -> str:
+    """Three digits: a target that was missed by little is not shown as met."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _seconds(seconds: float) -> str:

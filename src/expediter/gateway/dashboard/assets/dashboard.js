@@ -41,9 +41,11 @@
   // ---- figures of the last minute
 
   const showFigures = (all) => {
-    const from = feed.now - 60;
-    const shown = all.filter((p) => p.at + feed.interval_s > from);
-    const span = Math.max(Math.min(60, feed.now - (all[0]?.at ?? feed.now)), feed.interval_s);
+    // Whole intervals and the one that has begun: what is counted and the time that it is divided by begin together.
+    const first = all[0]?.at ?? feed.now;
+    const from = first + Math.max(Math.ceil((feed.now - 60 - first) / feed.interval_s), 0) * feed.interval_s;
+    const shown = all.filter((p) => p.at > from - feed.interval_s / 2);
+    const span = Math.max(feed.now - from, feed.interval_s);
     const [met, missed] = [counts(shown, "met"), counts(shown, "missed")];
     const worst = (of, place) => known(shown.map((p) => p[of][place]));
     const middle = (values) => known(values).sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? null;
@@ -71,12 +73,13 @@
 
   // ---- plots
 
+  // Up to the last interval that is over: one that has only begun would look like a fall.
   const grid = (all) => {
     const step = feed.interval_s;
-    const last = Math.floor(all.length ? all.at(-1).index : 0);
-    const now = Math.max(last, Math.round((feed.now - (all.length ? all[0].at : feed.now)) / step) + (all[0]?.index ?? 0));
-    const first = Math.max(now - feed.num_intervals + 1, Math.min(all[0]?.index ?? now, now - 23));
-    const offset = (all[0]?.at ?? feed.now) - (all[0]?.index ?? now) * step;
+    const start = all[0] ?? { index: 0, at: feed.now };
+    const now = start.index + Math.floor((feed.now - start.at) / step) - 1;
+    const first = Math.max(now - feed.num_intervals + 1, Math.min(start.index, now - 23));
+    const offset = start.at - start.index * step;
     const indexes = Array.from({ length: now - first + 1 }, (_, i) => first + i);
     return { x: indexes.map((i) => i * step + offset), of: indexes.map((i) => points.get(i)) };
   };
