@@ -152,6 +152,37 @@ async def test_chunks_are_passed_on_as_they_are_or_unwrapped() -> None:
         assert mock.num_connections == 1
 
 
+async def test_whole_plain_chunks_take_the_short_way_and_all_else_keeps_its_place() -> None:
+    """Between the two ways nothing is lost, doubled or out of order."""
+    plain = [b"5\r\nhello\r\n", b"1A\r\n%b\r\n" % (b"x" * 26), b"1a\r\n%b\r\n" % (b"\r\n" * 13)]
+    others = [
+        *(b"5;a=b\r\nhello\r\n", b"05\r\nhello\r\n", b"2\r\nab\r\n2\r\ncd\r\n", b"5\r\nhe", b"llo\r\n"),
+        *(b"4\r\nno\r\n", b"\r\n", b"2000\r\n%b\r\n" % (b"y" * 8192), b"1\r\nz\r\n0\r\n\r\n"),
+    ]
+    pieces = [others[0], plain[0], *others[1:3], plain[1], *others[3:5], plain[2], *others[5:8], plain[0], others[8]]
+
+    async with served(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *pieces, pause_s=0.02) as (_, pool):
+
+        class Taking(Heard):
+            taken: tuple[bytes, ...] = ()
+
+            def upstream_data(self, data: bytes, is_last: bool) -> None:
+                super().upstream_data(data, is_last)
+                if self.call is not None:
+                    self.call.take_chunks(self.take)
+
+            def take(self, chunk: bytes) -> None:
+                self.taken += (chunk,)
+                super().upstream_data(chunk, False)
+
+        for _ in range(2):  # the second time on the same connection
+            heard = Taking()
+            heard.call = pool.send(HEAD, b"body", heard)
+            await until(lambda: heard.is_over)  # noqa: B023 - it is over before the next one is made
+            assert heard.body == b"".join(pieces)
+            assert heard.taken == (plain[0], plain[1], plain[2], plain[0])
+
+
 async def test_a_body_that_ends_with_the_connection() -> None:
     async with served(b"HTTP/1.1 200 OK\r\n\r\n", b"some", b"thing", closes=True) as (_, pool):
         assert (await ask(pool)).body == b"something"

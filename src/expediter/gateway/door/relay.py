@@ -1,6 +1,7 @@
 """Copies one backend's response to the client, byte for byte, and watches that it goes on.
 
-Per piece of a stream: one look at the clock, one write, and a note for its usage.
+Per piece of a stream: one write, and a note for its usage. Nobody looks at the clock for it: ten times a second `check`
+sees whether anything has come since it last looked, which is exact enough for silences of seconds.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Relay:
         "_path",
         "_patience",
         "_reply",
+        "_seen_bytes",
         "_shown_id",
         "_write",
         "first_byte_s",
@@ -108,6 +110,7 @@ class Relay:
         self._ends: deque[bytes] = deque(maxlen=_NUM_ENDS)
         self._num_bytes = 0
         self._num_events = 0
+        self._seen_bytes = 0  # of the answer, when `check` last looked
         self._max_gap_s = 0.0
         self._is_answering = False
         self._is_framed = False
@@ -155,20 +158,22 @@ class Relay:
 
     def upstream_data(self, data: bytes, is_last: bool) -> None:
         """Body bytes: on to the client as they are."""
-        now_s = time.monotonic()
-        dispatch = self._dispatch
-        if not self._is_answering:
-            self._begin(data, now_s)
+        if self._is_answering:
+            self._pass_on(data)
+            if is_last:
+                self._end(time.monotonic())
         else:
-            gap_s = now_s - dispatch.progress_s
-            self._max_gap_s = max(self._max_gap_s, gap_s)
-            self._write(data)
-        dispatch.progress_s = now_s
+            now_s = time.monotonic()
+            self._begin(data, now_s)
+            if is_last:
+                self._end(now_s)
+
+    def _pass_on(self, data: bytes) -> None:
+        """Copy a piece; this is all that is done for most pieces of a stream."""
         self._num_bytes += len(data)
         self._num_events += data.count(b"data: ")
         self._ends.append(data)
-        if is_last:
-            self._end(now_s)
+        self._write(data)
 
     def upstream_failed(self, failure: UpstreamFailure) -> None:
         """There will be no whole response."""
@@ -178,15 +183,22 @@ class Relay:
         """Give the backend up if it has been silent for too long."""
         if self._call is None:
             return
+        dispatch = self._dispatch
         if self._is_paused:
-            self._dispatch.progress_s = now_s
+            dispatch.progress_s = now_s
             return
-        silent_s = now_s - self._dispatch.progress_s
+        silent_s = now_s - dispatch.progress_s
+        if self._seen_bytes != self._num_bytes:
+            if self._seen_bytes:
+                self._max_gap_s = max(self._max_gap_s, silent_s)
+            self._seen_bytes = self._num_bytes
+            dispatch.progress_s = now_s
+            return
         if silent_s < self._patience.min_s:
             return
         silence = Silence.GAP if self._is_answering else self._first_silence
-        size = size_of(silence, self._dispatch.num_tokens, self._output_tokens)
-        backend_id, model = self._dispatch.backend.replica_id, self._dispatch.model
+        size = size_of(silence, dispatch.num_tokens, self._output_tokens)
+        backend_id, model = dispatch.backend.replica_id, dispatch.model
         if silent_s >= self._patience.limit_s(backend_id, model, silence, size, own_gap_s=self._max_gap_s):
             self.give_up(Failure.TIMEOUT, now_s)
 
@@ -215,13 +227,22 @@ class Relay:
         """
         head = self._head
         assert head is not None
+        self._dispatch.progress_s = now_s
         if self.first_byte_s is None:
             self.first_byte_s = now_s
+            self._num_bytes, self._num_events = len(data), data.count(b"data: ")
+            self._ends.append(data)
             self._start_reply(head, data)
         else:
-            self._write(data)
+            self._pass_on(data)
         self._is_answering = not self._is_event_stream or b"data:" in data
-        if self._is_answering and head.status < SERVER_ERROR:
+        if not self._is_answering:
+            self._seen_bytes = self._num_bytes  # what comes next ends the wait for the first token, and is no gap
+            return
+        self._seen_bytes = 0
+        if head.is_chunked and self._is_framed and self._call is not None:
+            self._call.take_chunks(self._pass_on)
+        if head.status < SERVER_ERROR:
             self._dispatch.first_byte(now_s)
             self._asker.answering(now_s)
 
@@ -260,7 +281,8 @@ class Relay:
         size = size_of(silence, dispatch.num_tokens, num_output)
         backend_id, model = dispatch.backend.replica_id, dispatch.model
         self._patience.borne(backend_id, model, silence, self.first_byte_s - dispatch.at_s, size, now_s)
-        if self._max_gap_s:
+        if len(self._ends) > 1:
+            self._max_gap_s = max(self._max_gap_s, now_s - dispatch.progress_s)
             self._patience.borne(backend_id, model, Silence.GAP, self._max_gap_s, 1.0, now_s)
 
     def _fail(self, failure: Failure, now_s: float) -> None:

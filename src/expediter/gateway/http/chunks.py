@@ -13,6 +13,25 @@ _MAX_SIZE_LINE: Final = 300
 _MAX_TRAILER: Final = 16384
 _MAX_HELD: Final = 65536
 """A chunk up to here is passed on whole or not at all; of a longer one, what is there goes on."""
+NUM_PLAIN: Final = 4096
+
+
+def _plain_starts() -> list[bytes | tuple[bytes, bytes]]:
+    starts: list[bytes | tuple[bytes, bytes]] = [b"no chunk"] * NUM_PLAIN
+    for size in range(1, NUM_PLAIN):
+        lower, upper = b"%x\r\n" % size, b"%X\r\n" % size
+        num_bytes = len(lower) + size + 2
+        if num_bytes < NUM_PLAIN:
+            starts[num_bytes] = lower if lower == upper else (lower, upper)
+    return starts
+
+
+PLAIN_STARTS: Final = _plain_starts()
+"""By the number of bytes, below `NUM_PLAIN`, of a piece: how it begins if it is one whole chunk of the plain form.
+
+That form is a size in as few hexadecimal digits as it takes and nothing behind it, which is what servers send. Whether
+a piece is one whole chunk, which it usually is, is then seen without reading the size.
+"""
 
 
 class ChunkError(Exception):
@@ -38,6 +57,11 @@ class ChunkTracker:
         self.at_boundary = True
         self.ended = False
 
+    @property
+    def is_between(self) -> bool:
+        """Whether all bytes that came have been passed on in whole chunks, and more are to come."""
+        return not self._held and not self._left and not self.ended
+
     def feed(self, data: bytes) -> bytes:
         """Return what may be passed on now, framing included unless it unwraps. Trailers are left out.
 
@@ -46,13 +70,6 @@ class ChunkTracker:
         Cost: no copy, where data holds whole chunks.
         """
         if self._payload is None:
-            if not self._held and not self._left:
-                match = _SIZE.match(data)
-                if match is not None:
-                    end = match.end()
-                    size = int(match[1], 16)
-                    if size and end + size + 2 == len(data) and data.endswith(b"\r\n") and not self.ended:
-                        return data  # one whole chunk, as is usual
             return self._feed(data)
         self._feed(data)
         payload = b"".join(self._payload)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from expediter.core.errors import ConfigurationError
-from expediter.gateway.http.chunks import ChunkError, ChunkTracker
+from expediter.gateway.http.chunks import NUM_PLAIN, PLAIN_STARTS, ChunkError, ChunkTracker
 from expediter.gateway.http.known_heads import without_length
 from expediter.gateway.http.response_heads import ResponseError, ResponseHead, parse_response_head
 
@@ -106,6 +106,14 @@ class UpstreamCall:
         """Go on reading."""
         if self._connection is not None:
             self._connection.resume_reading()
+
+    def take_chunks(self, receiver: Callable[[bytes], None]) -> None:
+        """Hand pieces of a chunked body that are one whole chunk each to this receiver instead of `upstream_data`.
+
+        A stream consists of them but for its end, and they come by the thousand: this is the short way.
+        """
+        if self._connection is not None:
+            self._connection.take_chunks(receiver)
 
     @property
     def at_boundary(self) -> bool:
@@ -244,6 +252,8 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = True
         self._is_paused = False
         self._deliver: Callable[[bytes, bool], None] = _to_nobody
+        self._chunk_receiver: Callable[[bytes], None] | None = None
+        self._take_chunk: Callable[[bytes], None] | None = None  # the receiver while the next byte begins a chunk
 
     def send(self, request: tuple[bytes, bytes], call: UpstreamCall) -> None:
         self._begin()
@@ -255,9 +265,13 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
+    def take_chunks(self, receiver: Callable[[bytes], None]) -> None:
+        self._chunk_receiver = receiver
+
     def abort(self) -> None:
         self._call = None
         self._deliver = _to_nobody
+        self._take_chunk = self._chunk_receiver = None
         self._transport.abort()
 
     def pause_reading(self) -> None:
@@ -281,6 +295,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         call, self._call = self._call, None
+        self._take_chunk = self._chunk_receiver = None
         if call is None:
             self._pool.drop(self)
         elif self._head is not None and self._head.length is None and not self._head.is_chunked:
@@ -291,15 +306,22 @@ class _Connection(asyncio.Protocol):
             call.failed(UpstreamFailure.BROKEN)
 
     def data_received(self, data: bytes) -> None:
+        take_chunk = self._take_chunk
+        if take_chunk is not None:
+            num_bytes = len(data)
+            if num_bytes < NUM_PLAIN and data.startswith(PLAIN_STARTS[num_bytes]) and data.endswith(b"\r\n"):
+                take_chunk(data)
+                return
         if self._call is None:  # nothing was asked: a backend that talks by itself is not to be trusted
             self._transport.abort()
             return
         try:
             if self._head is None:
                 self._got_bytes = True
-                data = self._read_head(data)
-                if self._head is None or self._call is None:
+                rest = self._read_head(data)
+                if rest is None:
                     return
+                data = rest
             chunks = self._chunks
             if chunks is None:
                 self._read_body(data)
@@ -307,34 +329,37 @@ class _Connection(asyncio.Protocol):
             data = chunks.feed(data)
             if chunks.ended:
                 self._end(data)
-            elif data:
-                self._deliver(data, False)
+            else:
+                if data:
+                    self._deliver(data, False)
+                self._take_chunk = self._chunk_receiver if chunks.is_between else None
         except (ChunkError, ResponseError):
             self._transport.abort()
+            self._take_chunk = None
             call, self._call = self._call, None
             if call is not None:
                 call.failed(UpstreamFailure.PROTOCOL)
 
-    def _read_head(self, data: bytes) -> bytes:
-        """Take the head in; return what is there of the body."""
+    def _read_head(self, data: bytes) -> bytes | None:
+        """Take the head in; return what is there of the body, None if there is none to be read yet, or ever."""
         self._buffer += data
         end = self._buffer.find(b"\r\n\r\n")
         if (len(self._buffer) if end < 0 else end) > _MAX_HEAD_BYTES:
             raise ResponseError
         if end < 0:
-            return b""
+            return None
         raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
         self._buffer = b""
         head, keeps_alive = self._pool.parse_head(raw)
         if head.status < 200:
-            return self._read_head(rest) if rest else b""
+            return self._read_head(rest) if rest else None
         self._head, self._keeps_alive, self._left = head, keeps_alive, head.length
         call = self._call
         assert call is not None
         self._chunks = ChunkTracker(unwraps=call.unwraps) if head.is_chunked else None
         self._deliver = call.deliver
         call.head(head)
-        return rest
+        return None if self._call is None else rest
 
     def _read_body(self, data: bytes) -> None:
         """Take in a part of a body that is not chunked."""
@@ -353,6 +378,7 @@ class _Connection(asyncio.Protocol):
         self._was_used = True
         # First of all: an idle connection keeps nobody alive, and a pool that does not keep it drops who listens.
         deliver, self._deliver = self._deliver, _to_nobody
+        self._take_chunk = self._chunk_receiver = None
         if not self._keeps_alive:
             self._transport.abort()
         elif not self._transport.is_closing():
