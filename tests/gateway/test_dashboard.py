@@ -179,6 +179,10 @@ def test_it_goes_on_and_says_when_nobody_answers() -> None:
             for record in records:
                 server.record(record)
             await tab.wait_for("document.getElementById('tenants').innerText.includes('search')")
+            ended_s = time.monotonic()
+            times = {"arrived_s": ended_s - 12.0, "first_byte_s": ended_s - 11.9, "ended_s": ended_s}
+            server.record(_changed(records[-1], outcome=Outcome.FAILED, status=200, **times))
+            await tab.wait_for("document.getElementById('slow').innerText.includes('failed after 12 s')")
             server.metrics.queue(7, 12345)
             await tab.wait_for("document.getElementById('figures').innerText.includes('12,345')")
             server.shows_all = False
@@ -195,7 +199,6 @@ def test_it_goes_on_and_says_when_nobody_answers() -> None:
 def test_what_has_only_begun_does_not_look_like_a_fall() -> None:
     """Four requests a second, evenly: at no moment may the page say anything else."""
     template = next(traffic(30.0))
-    fields = {name: getattr(template, name) for name in template.__struct_fields__}
     next_s = time.monotonic() - 120.0
 
     with observed() as server:
@@ -204,7 +207,7 @@ def test_what_has_only_begun_does_not_look_like_a_fall() -> None:
             nonlocal next_s
             while next_s <= time.monotonic():
                 times = {"arrived_s": next_s - 0.2, "first_byte_s": next_s - 0.1, "ended_s": next_s}
-                server.record(ExchangeRecord(**{**fields, **times, "num_output_tokens": 5, "tenant": "even"}))
+                server.record(_changed(template, **times, num_output_tokens=5, tenant="even"))
                 next_s += 0.25
 
         async def see(tab: Tab) -> None:
@@ -229,7 +232,7 @@ def test_what_has_only_begun_does_not_look_like_a_fall() -> None:
 def test_names_are_text() -> None:
     with observed() as server:
         for record in traffic(30.0):
-            server.record(_renamed(record))
+            server.record(_changed(record, tenant=HOSTILE, model=HOSTILE))
 
         async def see(tab: Tab) -> None:
             assert "onerror" in await tab.value("document.getElementById('tenants').innerText")
@@ -239,6 +242,5 @@ def test_names_are_text() -> None:
         look(server.url, see, 1440, 900)
 
 
-def _renamed(record: ExchangeRecord) -> ExchangeRecord:
-    fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    return ExchangeRecord(**{**fields, "tenant": HOSTILE, "model": HOSTILE})
+def _changed(record: ExchangeRecord, **fields: object) -> ExchangeRecord:
+    return ExchangeRecord(**{**{name: getattr(record, name) for name in record.__struct_fields__}, **fields})

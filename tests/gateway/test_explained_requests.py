@@ -201,6 +201,10 @@ def test_why_in_a_sentence() -> None:
     )
     gone = exchange(attempts=(), first_byte_s=None, outcome=Outcome.EXPIRED, error_code="deadline_exceeded")
     assert "its deadline passed while it waited (deadline_exceeded)" in asyncio.run(SlowReasons(pool).of(gone))
+    broken = exchange(outcome=Outcome.FAILED, error_code="backend_error")
+    assert "broke off after its answer had begun" in asyncio.run(SlowReasons(pool).of(broken))
+    never_begun = exchange(outcome=Outcome.FAILED, first_byte_s=None)
+    assert "failed, and nobody could take over" in asyncio.run(SlowReasons(pool).of(never_begun))
     assert longest_wait([]) == ""
 
 

@@ -25,6 +25,7 @@ _ENDINGS: Final = {
     Outcome.FAILED: "failed, and nobody could take over",
     Outcome.CLIENT_GONE: "the client left",
 }
+_BROKEN: Final = "it broke off after its answer had begun, so that nobody could take over"
 
 
 class SlowReasons:
@@ -89,7 +90,8 @@ def at_gateway(record: ExchangeRecord) -> list[str]:
         parts.append(_at_backend(record))
     if record.outcome in _ENDINGS:
         code = f" ({record.error_code})" if record.error_code else ""
-        parts.append(f"{_ENDINGS[record.outcome]}{code}")
+        has_begun = record.outcome is Outcome.FAILED and record.first_byte_s is not None
+        parts.append(f"{_BROKEN if has_begun else _ENDINGS[record.outcome]}{code}")
     return parts
 
 

@@ -220,7 +220,8 @@
     at(id).querySelector("tbody").replaceChildren(...body);
   };
 
-  const chip = (state) => element("span", state, `chip ${state === "up" ? "good" : state === "ejected" || state === "down" ? "bad" : ""}`);
+  const KINDS = { up: "good", probing: "doubtful", ejected: "bad", down: "bad", stalled: "bad" };
+  const chip = (state) => element("span", state, `chip ${KINDS[state] ?? ""}`);
 
   const bar = (of) => {
     if (of == null) return "–";
@@ -273,7 +274,7 @@
         const line = element("li");
         const head = element("div", "", "head");
         head.append(
-          element("b", seconds(r.wait_s), r.met === false ? "missed" : ""),
+          element("b", r.outcome === "ok" ? seconds(r.wait_s) : `${r.outcome.replace("_", " ")} after ${seconds(r.e2e_s)}`, r.met === false ? "missed" : ""),
           element("span", [clock(r.ended_at), r.tenant, r.model, r.backend, r.id].filter(Boolean).join(" · "), "who"),
         );
         line.append(head, element("div", r.why, "why"));
