@@ -78,6 +78,50 @@ def test_one_that_never_compiles_fails_alone(model_folder: Path) -> None:
     assert not grammar_workers(os.getpid())
 
 
+def bomb(number: int) -> GrammarSpec:
+    return GrammarSpec("json_schema", ENDLESS.text.replace('"p0"', f'"q{number}"'), "response_format")
+
+
+def test_one_tenants_bombs_hold_up_no_other_tenant(model_folder: Path) -> None:
+    """However many different ones it sends, a worker is left, and then it is turned away for a while."""
+
+    async def work(grammars: Grammars) -> None:
+        warm = [GrammarSpec("regex", f"w{{{n}}}", "s") for n in range(1, 4)]
+        await asyncio.gather(*(grammars.compile(spec, f"t{n}") for n, spec in enumerate(warm)))  # all workers run
+        bombs = [asyncio.create_task(grammars.compile(bomb(n), "mallory")) for n in range(20)]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(grammars.compile(GrammarSpec("regex", f"x{{{n}}}", "s"), "alice") for n in range(1, 20)))
+        assert not any(each.done() for each in bombs), "nobody waited for any of them"
+        results = await asyncio.gather(*bombs, return_exceptions=True)
+        late = [each for each in results if isinstance(each, ApiError)]
+        turned_away = [each for each in results if isinstance(each, CapacityError)]
+        assert len(late) + len(turned_away) == 20
+        assert len(late) in (3, 4), "three in a row, and perhaps the one beside the last"
+        assert all(each.retry_after_s >= 1 for each in turned_away)
+        with pytest.raises(CapacityError, match="took too long"):
+            await grammars.compile(GrammarSpec("regex", "another", "s"), "mallory")
+        await grammars.compile(warm[0], "mallory")  # what is known is not concerned
+        await grammars.compile(GrammarSpec("regex", "another", "s"), "alice")
+
+    with_grammars(model_folder, work, deadline_s=2.0)
+
+
+def test_who_sends_many_forgets_its_own(model_folder: Path) -> None:
+    counted: list[str] = []
+
+    async def run() -> None:
+        async with Grammars(model_folder, GrammarLimits(max_known=4), count=counted.append) as grammars:
+            await grammars.compile(GOOD, "alice")
+            for number in range(1, 9):
+                await grammars.compile(GrammarSpec("regex", f"a{{{number}}}", "s"), "bob")
+            await grammars.compile(GOOD, "alice")
+            assert len(counted) == 9, "it was remembered"
+            await grammars.compile(GrammarSpec("regex", "a{1}", "s"), "bob")
+            assert len(counted) == 10
+
+    asyncio.run(run())
+
+
 def test_the_same_grammar_is_compiled_once_for_all_who_wait(model_folder: Path) -> None:
     async def work(grammars: Grammars) -> None:
         waits = [asyncio.create_task(grammars.compile(GOOD)) for _ in range(50)]  # more than may wait

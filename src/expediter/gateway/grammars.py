@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from expediter.core.request import MAX_GRAMMAR_BYTES, Grammar
 from expediter.engine.structured import GrammarKind
 from expediter.gateway.bodies import GenerationBody, JsonObjectFormat, JsonSchemaFormat
 from expediter.gateway.errors import bad_request
+from expediter.gateway.grammar_turns import Turns
 from expediter.gateway.grammar_worker import LENGTH, Answer, Question
 from expediter.runtime.replica_process import to_its_end
 
@@ -31,9 +31,11 @@ logger = logging.getLogger(__name__)
 
 _START_S: Final = 60.0
 """For a worker to load the tokenizer; not counted against any grammar."""
-_TIMEOUT_KEPT_S: Final = 60.0
-"""For so long a grammar that took too long is refused without another try."""
-_BUSY: Final = "too many grammars wait to be compiled"
+_LATE_KEPT_S: Final = 60.0
+_MAX_LATE_KEPT_S: Final = 3600.0
+"""For so long a grammar that took too long is refused without another try: the first time, and at most; it doubles."""
+_MAX_LATE: Final = 1024
+"""Grammars that are remembered for that; a hash each."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _ANSWER: Final = msgspec.msgpack.Decoder(Answer)
 
@@ -121,8 +123,19 @@ def _text_of(schema: msgspec.Raw, param: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    """An outcome that stays so. `tenant` had it compiled."""
+
+    answer: Answer
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A grammar that took too long: until when it is refused, and how often it did."""
+
     answer: Answer
     until_s: float
+    num_times: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +144,8 @@ class GrammarLimits:
 
     Args:
         deadline_s: for one grammar, from when a worker begins with it.
-        num_workers: grammars that are compiled at once; one that takes all its time holds up few others.
-        max_waiting: grammars that may wait for a worker.
+        num_workers: grammars that are compiled at once; a tenant has all but one of them at most.
+        max_waiting: grammars of one tenant that may wait for a worker.
         max_wait_s: longest time to wait for one.
         max_known: grammars whose outcome is remembered, good or bad.
     Raises:
@@ -140,7 +153,7 @@ class GrammarLimits:
     """
 
     deadline_s: float = 3.0
-    num_workers: int = 2
+    num_workers: int = 3
     max_waiting: int = 128
     max_wait_s: float = 10.0
     max_known: int = 128
@@ -166,8 +179,10 @@ class Grammars:
         self._limits = limits or GrammarLimits()
         self._count = count
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._late: OrderedDict[bytes, _Late] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Task[Answer]] = {}
-        self._turns = asyncio.Semaphore(self._limits.num_workers)
+        self._num_under_way: Counter[str] = Counter()
+        self._turns = Turns(self._limits.num_workers, max_wait_s=self._limits.max_wait_s)
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
 
@@ -184,70 +199,92 @@ class Grammars:
         for worker in tuple(self._workers):
             await self._end(worker)
 
-    async def compile(self, spec: GrammarSpec) -> Grammar:
+    async def compile(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
         """Return the grammar, once a worker has compiled it. Who gives up waiting does not stop it for others.
 
+        Args:
+            tenant: who wants it, and whose turn it takes.
         Raises:
             ApiError: 400, it is wrong, too large, or did not compile in time.
-            CapacityError: too many wait, or no worker can be started.
+            CapacityError: too many of the tenant's wait or took too long, or no worker can be started.
         """
         if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
             raise bad_request(f"{spec.param} exceeds {MAX_GRAMMAR_BYTES} bytes", spec.param)
-        key = spec.key
-        known = self._known.get(key)
-        if known is not None and asyncio.get_running_loop().time() < known.until_s:
-            self._known.move_to_end(key)
-            answer = known.answer
-        else:
-            answer = await asyncio.shield(self._task(key, Question(spec.kind, spec.text)))
+        answer = self._remembered(spec.key)
+        if answer is None:
+            answer = await asyncio.shield(self._task(spec.key, Question(spec.kind, spec.text), tenant))
         if answer.error:
             raise bad_request(f"{spec.param}: {answer.error}", spec.param)
         return Grammar(answer.text)
 
-    def _task(self, key: bytes, question: Question) -> asyncio.Task[Answer]:
+    def _remembered(self, key: bytes) -> Answer | None:
+        """Return the outcome of a grammar that is known."""
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known.answer
+        late = self._late.get(key)
+        return late.answer if late is not None and asyncio.get_running_loop().time() < late.until_s else None
+
+    def _task(self, key: bytes, question: Question, tenant: str) -> asyncio.Task[Answer]:
         """Return the compilation of a grammar, one for all who want it."""
         task = self._under_way.get(key)
         if task is None:
-            if len(self._under_way) >= self._limits.num_workers + self._limits.max_waiting:
-                raise CapacityError(_BUSY)
-            task = self._under_way[key] = asyncio.create_task(self._ask(question))
-            task.add_done_callback(lambda done: self._settle(key, done))
+            self._turns.check(tenant)
+            if self._num_under_way[tenant] >= self._turns.max_running + self._limits.max_waiting:
+                raise CapacityError("too many grammars wait to be compiled")
+            self._num_under_way[tenant] += 1
+            task = self._under_way[key] = asyncio.create_task(self._ask(question, tenant))
+            task.add_done_callback(lambda done: self._settle(key, tenant, done))
         return task
 
-    def _settle(self, key: bytes, task: asyncio.Task[Answer]) -> None:
+    def _settle(self, key: bytes, tenant: str, task: asyncio.Task[Answer]) -> None:
         del self._under_way[key]
+        self._num_under_way[tenant] -= 1
         if task.cancelled() or task.exception() is not None:
             return
-        answer, now_s = task.result(), asyncio.get_running_loop().time()
-        # What took too long once may only have met a busy machine.
-        self._known[key] = _Known(answer, now_s + _TIMEOUT_KEPT_S if answer.is_late else math.inf)
+        answer = task.result()
+        if answer.is_late:  # once it may only have met a busy machine
+            before = self._late.pop(key, None)
+            num_times = 1 if before is None else before.num_times + 1
+            kept_s = min(_MAX_LATE_KEPT_S, _LATE_KEPT_S * 2.0 ** (num_times - 1))
+            self._late[key] = _Late(answer, asyncio.get_running_loop().time() + kept_s, num_times)
+            if len(self._late) > _MAX_LATE:
+                self._late.popitem(last=False)
+            return
+        self._late.pop(key, None)
+        self._known[key] = _Known(answer, tenant)
         if len(self._known) > self._limits.max_known:
-            self._known.popitem(last=False)
+            # Whoever has most of what is remembered gives: nobody forgets another's by sending many of its own.
+            counts = Counter(known.tenant for known in self._known.values())
+            most = max(counts, key=counts.__getitem__)
+            del self._known[next(key for key, known in self._known.items() if known.tenant == most)]
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, question: Question, tenant: str) -> Answer:
+        async with self._worker(tenant) as worker:
+            answer = await self._outcome(worker, question)
+            self._turns.ended(tenant, in_time=worker.is_free)  # before the next one's turn
+            return answer
+
+    async def _outcome(self, worker: _Worker, question: Question) -> Answer:
         deadline_s = self._limits.deadline_s
-        async with self._worker() as worker:
-            try:
-                answer = await asyncio.wait_for(worker.ask(question), deadline_s)
-                self._count("refused" if answer.error else "compiled")
-                return answer
-            except TimeoutError:
-                logger.warning("a grammar did not compile in %g s; its worker is killed", deadline_s)
-                self._count("late")
-                return Answer(error=f"the grammar did not compile within {deadline_s:g} s", is_late=True)
-            except (EOFError, OSError):
-                logger.warning("a grammar ended the worker that compiled it")
-                self._count("crashed")
-                return Answer(error="the grammar is too complex")
+        try:
+            answer = await asyncio.wait_for(worker.ask(question), deadline_s)
+            self._count("refused" if answer.error else "compiled")
+            return answer
+        except TimeoutError:
+            logger.warning("a grammar did not compile in %g s; its worker is killed", deadline_s)
+            self._count("late")
+            return Answer(error=f"the grammar did not compile within {deadline_s:g} s", is_late=True)
+        except (EOFError, OSError):
+            logger.warning("a grammar ended the worker that compiled it")
+            self._count("crashed")
+            return Answer(error="the grammar is too complex")
 
     @contextlib.asynccontextmanager
-    async def _worker(self) -> AsyncIterator[_Worker]:
+    async def _worker(self, tenant: str) -> AsyncIterator[_Worker]:
         """Have a worker for oneself; one whose answer is still to come afterwards is killed."""
-        try:
-            await asyncio.wait_for(self._turns.acquire(), self._limits.max_wait_s)
-        except TimeoutError as error:
-            raise CapacityError(_BUSY) from error
-        try:
+        async with self._turns.turn(tenant):
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 yield worker
@@ -256,8 +293,6 @@ class Grammars:
                     self._idle.append(worker)
                 else:
                     await self._end(worker)
-        finally:
-            self._turns.release()
 
     async def _start(self) -> _Worker:
         """Return a new worker that is ready."""

@@ -135,9 +135,11 @@ class Service:
             raise no_such_model(names)
         return asked
 
-    async def grammar(self, body: GenerationBody, tools: ToolUse | None = None) -> Grammar | None:
+    async def grammar(self, body: GenerationBody, tenant: str, tools: ToolUse | None = None) -> Grammar | None:
         """Return what the output has to match, compiled once for certain; None for anything.
 
+        Args:
+            tenant: whose request it is.
         Raises:
             ApiError: it is wrong, or did not compile in time.
             CapacityError: it cannot be compiled now.
@@ -149,7 +151,7 @@ class Service:
         if spec is None:
             return None
         check_end(body, spec)
-        return await self.grammars.compile(spec)
+        return await self.grammars.compile(spec, tenant)
 
     async def chat(self, body: ChatBody, terms: Terms) -> Generation:
         """Return the generation of a conversation, not submitted yet.
@@ -165,7 +167,7 @@ class Service:
         asked = Asked(
             prompts=[prompt],
             terms=terms,
-            grammar=await self.grammar(body, tools),
+            grammar=await self.grammar(body, terms.tenant, tools),
             max_tokens=body.max_completion_tokens or body.max_tokens,
             default_max_tokens=self.config.max_model_len,
             num_alternatives=body.num_alternatives,

@@ -71,7 +71,7 @@ class CompletionsApi:
         asked = Asked(
             prompts=prompts,
             terms=terms,
-            grammar=await self._service.grammar(body),
+            grammar=await self._service.grammar(body, terms.tenant),
             max_tokens=body.max_tokens,
             default_max_tokens=_DEFAULT_TOKENS,
             # Candidates are compared by their logprobs, asked for or not.
