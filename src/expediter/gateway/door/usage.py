@@ -60,6 +60,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 _DECODER: Final = msgspec.json.Decoder(_Usage)
@@ -109,5 +110,9 @@ def _read(raw: bytes) -> Usage | None:
     if num_prompt is None and num_output is None:
         return None
     details = said.prompt_tokens_details or said.input_tokens_details
-    num_cached = said.cache_read_input_tokens if details is None else details.cached_tokens
+    num_cached = None if details is None else details.cached_tokens
+    if details is None and said.cache_read_input_tokens is not None:
+        # Messages: what was cached, or is from now on, is not among the input tokens, unlike everywhere else.
+        num_cached = said.cache_read_input_tokens
+        num_prompt = (num_prompt or 0) + num_cached + (said.cache_creation_input_tokens or 0)
     return Usage(max(num_prompt or 0, 0), max(num_output or 0, 0), num_cached)
