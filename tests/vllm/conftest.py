@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from benchmarks.peers.environments import VLLM
 from benchmarks.peers.vllm_server import VllmServer, vllm_servers
+from tests.engines.engine_door import interpreter
 from vllm_door import VllmDoor, kv_events_flags
 
 from expediter.assembly.server_process import free_port, running_server
@@ -21,12 +21,7 @@ NUM_BLOCKS = 192
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    cache = os.environ.get("EXPEDITER_PEERS")
-    if cache is None:
-        pytest.skip("`make test-vllm` runs it")
-    python = VLLM.ready(Path(cache))
-    assert python is not None, f"{VLLM.name} is not in {cache}"
-    return python
+    return interpreter(VLLM, "test-vllm")
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +30,7 @@ def event_ports() -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def pair(vllm_python: Path, event_ports: list[int]) -> Iterator[list[VllmServer]]:
+def pair(vllm_python: Path, event_ports: list[int]) -> Iterator[Sequence[VllmServer]]:
     flags = [kv_events_flags(port) for port in event_ports]
     with vllm_servers(vllm_python, resolve_model(), flags, num_blocks=NUM_BLOCKS) as servers:
         yield servers
@@ -43,7 +38,7 @@ def pair(vllm_python: Path, event_ports: list[int]) -> Iterator[list[VllmServer]
 
 @pytest.fixture(scope="session")
 def start_door(
-    pair: list[VllmServer], event_ports: list[int], tmp_path_factory: pytest.TempPathFactory
+    pair: Sequence[VllmServer], event_ports: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """Start a gateway in front of the pair; all are stopped at the end."""
     with ExitStack() as stack:

@@ -7,20 +7,21 @@ import http.client
 import json
 import random
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import openai
 import pytest
 from benchmarks.peers.vllm_server import VllmServer
-from vllm_door import MODEL, VllmDoor, post, text, wait_until
+from tests.engines.engine_door import asked, get, post, stream_lines, text, wait_until
+from vllm_door import MODEL, VllmDoor
 
 from expediter.runtime.load_client import LoadClient, Outcome, TimedPrompt
 
-CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
-COMPLETION = {"prompt": "Once upon a time", "max_tokens": 24, "logprobs": 1, "return_token_ids": True}
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT = {"model": MODEL, "messages": QUESTION, "max_tokens": 12}
+COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "logprobs": 1, "return_token_ids": True}
 ENDPOINTS = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
 
 
@@ -36,11 +37,9 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 def streamed(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return what a stream says in all; where its chunks end is a matter of timing."""
-    data = json.dumps({"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        lines = [line[6:].strip() for line in answer if line.startswith(b"data: ")]
-    assert lines.pop() == b"[DONE]"
+    said = stream_lines(url, path, {"stream_options": {"include_usage": True}, **body})
+    lines = [line.removeprefix("data: ") for line in said]
+    assert lines.pop() == "[DONE]"
     *chunks, last = [comparable(json.loads(line)) for line in lines]
     choices = [chunk["choices"][0] for chunk in chunks]
     return {
@@ -51,22 +50,14 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def endless(url: str, *, is_stream: bool) -> Iterator[http.client.HTTPConnection]:
+def endless(url: str, *, is_stream: bool) -> AbstractContextManager[http.client.HTTPConnection]:
     """Ask for far more tokens than anybody waits for, and leave when the block ends."""
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 3500, "ignore_eos": True, "stream": is_stream}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    try:
-        yield connection
-    finally:
-        connection.close()
+    return asked(url, "/v1/completions", body)
 
 
-def test_it_finds_out_what_they_serve(door: VllmDoor, pair: list[VllmServer]) -> None:
-    with urllib.request.urlopen(f"{door.url}/v1/models", timeout=30) as answer:
-        (model,) = json.loads(answer.read())["data"]
+def test_it_finds_out_what_they_serve(door: VllmDoor, pair: Sequence[VllmServer]) -> None:
+    (model,) = get(door.url, "/v1/models")["data"]
     assert model["id"] == MODEL
     for backend in door.backends():
         assert backend["kind"] == "vllm"
@@ -76,7 +67,7 @@ def test_it_finds_out_what_they_serve(door: VllmDoor, pair: list[VllmServer]) ->
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
-def test_answers_are_those_of_vllm(door: VllmDoor, pair: list[VllmServer], path: str, body: dict[str, Any]) -> None:
+def test_answers_are_those_of_vllm(door: VllmDoor, pair: Sequence[VllmServer], path: str, body: dict[str, Any]) -> None:
     greedy = {**body, "temperature": 0}
     direct = [comparable(post(server.url, path, greedy)) for server in pair]
     assert direct[0] == direct[1]
@@ -85,7 +76,7 @@ def test_answers_are_those_of_vllm(door: VllmDoor, pair: list[VllmServer], path:
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
-def test_streams_are_those_of_vllm(door: VllmDoor, pair: list[VllmServer], path: str, body: dict[str, Any]) -> None:
+def test_streams_are_those_of_vllm(door: VllmDoor, pair: Sequence[VllmServer], path: str, body: dict[str, Any]) -> None:
     greedy = {**body, "temperature": 0}
     direct = [streamed(server.url, path, greedy) for server in pair]
     assert direct[0] == direct[1]
@@ -112,7 +103,7 @@ def test_openai_client(door: VllmDoor) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_is_gone_from_vllm(door: VllmDoor, pair: list[VllmServer], is_stream: bool) -> None:
+def test_a_client_that_leaves_is_gone_from_vllm(door: VllmDoor, pair: Sequence[VllmServer], is_stream: bool) -> None:
     def num_running() -> float:
         return sum(server.metric("vllm:num_requests_running") for server in pair)
 
@@ -124,7 +115,7 @@ def test_a_client_that_leaves_is_gone_from_vllm(door: VllmDoor, pair: list[VllmS
     assert sum(backend["num_in_flight"] for backend in door.backends()) == 0
 
 
-def test_their_metrics_are_read(door: VllmDoor, pair: list[VllmServer]) -> None:
+def test_their_metrics_are_read(door: VllmDoor, pair: Sequence[VllmServer]) -> None:
     """Requests that did not come through the gateway are seen, and avoided."""
     busy, idle = pair[0], pair[1]
     streams = [endless(busy.url, is_stream=True) for _ in range(4)]
@@ -169,7 +160,7 @@ def hit_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def test_a_shared_prefix_goes_where_it_is_cached(
-    door: VllmDoor, start_door: Callable[..., VllmDoor], pair: list[VllmServer]
+    door: VllmDoor, start_door: Callable[..., VllmDoor], pair: Sequence[VllmServer]
 ) -> None:
     best = 0.8 * 256 / 268  # each prefix is computed once
     before = answered(pair)
@@ -181,7 +172,7 @@ def test_a_shared_prefix_goes_where_it_is_cached(
     assert max(shares) < 0.85  # both are of use: six cold prompts at once are more than one server's share
 
 
-def test_kv_events_tell_what_vllm_dropped(start_door: Callable[..., VllmDoor], pair: list[VllmServer]) -> None:
+def test_kv_events_tell_what_vllm_dropped(start_door: Callable[..., VllmDoor], pair: Sequence[VllmServer]) -> None:
     door = start_door(kv_events=True)
     for seed in range(4):
         door.complete(text(300 + seed, 320))
@@ -190,12 +181,14 @@ def test_kv_events_tell_what_vllm_dropped(start_door: Callable[..., VllmDoor], p
     assert sum(backend["num_known_tokens"] for backend in door.backends()) > 0
     for server in pair:
         server.reset_prefix_cache()
-        post(server.url, "/v1/completions", {"prompt": "x", "max_tokens": 1})  # events go out with a step
+        post(
+            server.url, "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        )  # events go out with a step
     wait_until(lambda: sum(backend["num_known_tokens"] for backend in door.backends()) == 0, "all of it is forgotten")
 
 
 def test_kv_events_tell_what_others_made_vllm_cache(
-    start_door: Callable[..., VllmDoor], pair: list[VllmServer]
+    start_door: Callable[..., VllmDoor], pair: Sequence[VllmServer]
 ) -> None:
     """With a tokenizer, prompts that never came through the gateway count too, chats by the model's template."""
     door = start_door(kv_events=True, tokenizer=True)
@@ -204,8 +197,8 @@ def test_kv_events_tell_what_others_made_vllm_cache(
         prompt = text(seed, 320)
         chat = [{"role": "user", "content": text(seed + 50, 320)}]
         return [
-            ("/v1/completions", {"prompt": prompt, "max_tokens": 2}),
-            ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
+            ("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 2}),
+            ("/v1/chat/completions", {"model": MODEL, "messages": chat, "max_tokens": 2}),
         ]
 
     for place, server in enumerate(pair):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 from benchmarks.peers.vllm_server import VllmServer
-from vllm_door import MODEL, VllmDoor, text, wait_until
+from tests.engines.engine_door import text, wait_until
+from vllm_door import MODEL, VllmDoor
 
 from expediter.runtime.load_client import LoadClient, TimedPrompt
 
@@ -14,7 +16,7 @@ NUM_REQUESTS = 30
 KILLED_AT = 12
 
 
-def test_one_dies_under_load_and_comes_back(door: VllmDoor, pair: list[VllmServer]) -> None:
+def test_one_dies_under_load_and_comes_back(door: VllmDoor, pair: Sequence[VllmServer]) -> None:
     prompts = [
         TimedPrompt(arrival_s=0.25 * place, prompt=text(place, 48), max_tokens=24) for place in range(NUM_REQUESTS)
     ]

@@ -15,6 +15,7 @@ from expediter.control.health import Failure
 from expediter.control.patience import Patience, Silence, size_of
 from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.door import refusals
+from expediter.gateway.door.beginnings import says_something
 from expediter.gateway.door.heads import framed_head, passed_headers
 from expediter.gateway.door.usage import TAIL_BYTES, Answered, ends_stream, usage_of
 from expediter.gateway.http.reply import Reply
@@ -75,6 +76,7 @@ class Relay:
         "_is_answering",
         "_is_framed",
         "_is_paused",
+        "_longest_start_s",
         "_max_gap_s",
         "_num_bytes",
         "_num_events",
@@ -112,6 +114,7 @@ class Relay:
         self._num_events = 0
         self._seen_bytes = 0  # of the answer, when `check` last looked
         self._max_gap_s = 0.0
+        self._longest_start_s = 0.0
         self._is_answering = False
         self._is_framed = False
         self._write: Callable[[bytes], None] = reply.write
@@ -221,21 +224,20 @@ class Relay:
         return self._head is not None and (self._head.header(b"content-type") or b"").startswith(b"text/event-stream")
 
     def _begin(self, data: bytes, now_s: float) -> None:
-        """Hand on what comes up to the first token. Comments may come before it, to keep a stream alive meanwhile.
-
-        Source: llama.cpp's `--sse-ping-interval`, 30 s by default; axum's KeepAlive in text-generation-inference, 15 s.
-        """
-        head = self._head
+        """Hand on what comes up to the first token, for which a stream may wait long after its first byte."""
+        head, dispatch = self._head, self._dispatch
         assert head is not None
-        self._dispatch.progress_s = now_s
         if self.first_byte_s is None:
             self.first_byte_s = now_s
+            self._longest_start_s = now_s - dispatch.at_s
             self._num_bytes, self._num_events = len(data), data.count(b"data: ")
             self._ends.append(data)
             self._start_reply(head, data)
         else:
+            self._longest_start_s = max(self._longest_start_s, now_s - dispatch.progress_s)
             self._pass_on(data)
-        self._is_answering = not self._is_event_stream or b"data:" in data
+        dispatch.progress_s = now_s
+        self._is_answering = not self._is_event_stream or says_something(data)
         if not self._is_answering:
             self._seen_bytes = self._num_bytes  # what comes next ends the wait for the first token, and is no gap
             return
@@ -243,7 +245,7 @@ class Relay:
         if head.is_chunked and self._is_framed and self._call is not None:
             self._call.take_chunks(self._pass_on)
         if head.status < SERVER_ERROR:
-            self._dispatch.first_byte(now_s)
+            dispatch.first_byte(now_s)
             self._asker.answering(now_s)
 
     def _start_reply(self, head: ResponseHead, data: bytes) -> None:
@@ -276,11 +278,10 @@ class Relay:
 
     def _learn(self, usage: Usage | None, now_s: float) -> None:
         dispatch, silence = self._dispatch, self._first_silence
-        assert self.first_byte_s is not None
         num_output = self._num_bytes / 4 if usage is None else usage.num_output_tokens
         size = size_of(silence, dispatch.num_tokens, num_output)
         backend_id, model = dispatch.backend.replica_id, dispatch.model
-        self._patience.borne(backend_id, model, silence, self.first_byte_s - dispatch.at_s, size, now_s)
+        self._patience.borne(backend_id, model, silence, self._longest_start_s, size, now_s)
         if len(self._ends) > 1:
             self._max_gap_s = max(self._max_gap_s, now_s - dispatch.progress_s)
             self._patience.borne(backend_id, model, Silence.GAP, self._max_gap_s, 1.0, now_s)
