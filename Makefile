@@ -5,7 +5,7 @@ ARGS ?=
 # Environments of engines, routers and clients of others, made when first needed.
 PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/expediter/peers
 
-.PHONY: setup demo serve test test-vllm test-clients check bench clean
+.PHONY: setup demo serve test test-vllm test-engines test-clients check bench clean
 
 setup: .venv/.complete
 
@@ -29,6 +29,10 @@ test: setup  ## All tests
 test-vllm: setup  ## The gateway before two real vLLM servers; vLLM takes 4 GB of disk, once, and 7 GB of memory
 	$(BIN)/python -m benchmarks.peers.environments --cache $(PEERS) vllm
 	EXPEDITER_PEERS=$(PEERS) $(BIN)/python -m pytest tests/vllm $(ARGS)
+
+test-engines: setup  ## The gateway before real llama.cpp servers, and before `transformers serve`; 2 GB of disk, once
+	$(BIN)/python -m benchmarks.peers.environments --cache $(PEERS) llama-cpp transformers
+	EXPEDITER_PEERS=$(PEERS) $(BIN)/python -m pytest tests/engines $(ARGS)
 
 test-clients: setup  ## LangChain, AIPerf and GuideLLM against a server and through the gateway; 3 GB of disk, once
 	$(BIN)/python -m benchmarks.peers.environments --cache $(PEERS) langchain aiperf guidellm

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 # Sources: llama.cpp's `--sse-ping-interval` (30 s) and axum's KeepAlive in text-generation-inference (15 s), comments;
-# transformers' cli/serving/chat_completion.py (5.24), the role alone; vllm/entrypoints/openai/responses/serving.py (0.32).
+# transformers' cli/serving/chat_completion.py (5.24), the role alone; vllm/entrypoints/openai/responses/ (0.32).
 _BEFORE_TOKENS: Final = re.compile(
     rb'"delta":\s*\{\s*"role":\s*"assistant"\s*(?:,\s*"content":\s*(?:""|null)\s*)?\}'
     rb'|"type":\s*"(?:response\.(?:created|queued|in_progress)|message_start|ping)"'

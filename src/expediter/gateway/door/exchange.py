@@ -286,7 +286,7 @@ class Exchange:
         return len(self._attempts) + 1 < parts.retry.max_attempts and parts.budget.may_retry(now_s)
 
     def answering(self, now_s: float) -> None:
-        """The first bytes of the body are here."""
+        """The first token is here, or the first byte of what is no stream."""
         self._first_byte_s = now_s
         self._parts.room.prefilled(self)
 

@@ -40,7 +40,7 @@ class Asker(Protocol):
         """Return whether another attempt is allowed."""
 
     def answering(self, now_s: float) -> None:
-        """The first bytes of the body are here."""
+        """The first token is here, or the first byte of what is no stream."""
 
     def answered(self, answered: Answered, now_s: float) -> None:
         """The response has ended as it should."""
