@@ -17,8 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Chosen, Dispatch, Usage
+from expediter.gateway.backends.backend import Dispatch, Usage
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.backends.dispatcher import Chosen
 from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends
 from expediter.runtime.clock import MonotonicClock
 from expediter.telemetry.exchanges import Outcome
@@ -44,9 +45,9 @@ def one_round(backends: Backends, given: list[Request]) -> float:
     began_s = time.process_time()
     for request in given:
         now_s = time.monotonic()
-        chosen = backends.choose(request, "m", now_s)
+        chosen = backends.dispatcher.choose(request, "m", now_s)
         assert isinstance(chosen, Chosen)
-        dispatch = backends.dispatched(chosen, request, now_s, is_stream=True)
+        dispatch = backends.dispatcher.dispatched(chosen, request, now_s, is_stream=True)
         live.append(dispatch)
         if len(live) == _IN_FLIGHT:
             oldest = live.popleft()

@@ -16,8 +16,9 @@ from tests.door.mock_backends import Behaviour, MockBackend
 
 from expediter.core.clock import VirtualClock
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Chosen, Usage
+from expediter.gateway.backends.backend import Usage
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.backends.dispatcher import Chosen
 from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends
 from expediter.telemetry.exchanges import Outcome
 
@@ -111,9 +112,9 @@ def test_20_000_distinct_prompts_in_the_registry() -> None:
         clock.advance_to(number * 0.01)
         prompt = rng.integers(0, 1 << 31, 8192, np.int32)
         request = Request(request_id=f"r{number}", prompt=prompt, max_tokens=16, arrival_s=clock.now())
-        chosen = backends.choose(request, "mock", clock.now())
+        chosen = backends.dispatcher.choose(request, "mock", clock.now())
         assert isinstance(chosen, Chosen)
-        dispatch = backends.dispatched(chosen, request, clock.now(), is_stream=True)
+        dispatch = backends.dispatcher.dispatched(chosen, request, clock.now(), is_stream=True)
         dispatch.first_byte(clock.now())
         dispatch.ended(Outcome.OK, clock.now(), Usage(8192, 16))
         if number % 4000 == 3999:

@@ -14,9 +14,10 @@ from expediter.control.retry import RetryConfig
 from expediter.core.errors import ConfigurationError
 from expediter.core.request import Request
 from expediter.core.slo import Slo
-from expediter.gateway.backends.backend import Chosen, Reported, Usage
+from expediter.gateway.backends.backend import Reported, Usage
 from expediter.gateway.backends.config import Address, BackendConfig
-from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends, Busy, NobodyUp
+from expediter.gateway.backends.dispatcher import Busy, Chosen, NobodyUp
+from expediter.gateway.backends.registry import DEFAULT_ROUTING, Backends
 from expediter.telemetry.exchanges import Outcome
 
 
@@ -35,7 +36,7 @@ class Door:
         self.clock = HandClock()
         self.backends = Backends(clock=self.clock, environment={"KEY": "secret"})
         self.rooms = 0
-        self.backends.on_room = self._room
+        self.backends.hooks.on_room = self._room
         for number in range(num_backends):
             self.backends.add(BackendConfig(url=f"http://b{number}:80", name=f"b{number}", models=models, **config))
 
@@ -43,13 +44,13 @@ class Door:
         self.rooms += 1
 
     def choose(self, request=None, model="m", **fields):
-        return self.backends.choose(request or prompt(), model, self.clock.now_s, **fields)
+        return self.backends.dispatcher.choose(request or prompt(), model, self.clock.now_s, **fields)
 
     def send(self, request=None, model="m", is_stream=True, **fields):
         request = request or prompt()
         chosen = self.choose(request, model, **fields)
         assert isinstance(chosen, Chosen), chosen
-        return self.backends.dispatched(chosen, request, self.clock.now_s, is_stream=is_stream)
+        return self.backends.dispatcher.dispatched(chosen, request, self.clock.now_s, is_stream=is_stream)
 
     def fail(self, name, failure=Failure.STATUS_5XX, times=1):
         """Let requests at one backend fail."""
@@ -161,8 +162,8 @@ def test_when_all_fail_all_are_tried():
 
 def probe(door, failure=None):
     """Answer all probes that are due."""
-    for backend in door.backends.due_probes(door.clock.now_s):
-        door.backends.probed(backend, failure, door.clock.now_s)
+    for backend in door.backends.health.due_probes(door.clock.now_s):
+        door.backends.health.probed(backend, failure, door.clock.now_s)
 
 
 @pytest.mark.parametrize("failure", [Failure.TIMEOUT, Failure.CONNECT])
@@ -194,7 +195,7 @@ def test_one_that_is_back_gets_the_next_request_even_if_others_look_better(failu
 def test_a_trial_is_for_a_request_that_can_be_tried_again_of_a_model_that_is_served_there():
     door, can_retry = Door(2), [False]
     door.backends.add(BackendConfig(url="http://n", name="n", models=("n",)))
-    door.backends.can_retry = lambda now_s: can_retry[0]
+    door.backends.hooks.can_retry = lambda now_s: can_retry[0]
     door.send(model="n").ended(Failure.TIMEOUT, door.clock.now_s)
     door.clock.now_s += 1.0
     probe(door)
@@ -353,10 +354,10 @@ def test_thousands_of_long_prompts_stay_within_the_bound():
     used = []
     for number in range(5_000):
         request = Request(request_id="r", prompt=rng.integers(0, 1 << 30, 8192, np.int32), max_tokens=1)
-        chosen = backends.choose(request, "m", number / 100)
-        backends.dispatched(chosen, request, number / 100, is_stream=False).ended(Outcome.OK, number / 100)
+        chosen = backends.dispatcher.choose(request, "m", number / 100)
+        backends.dispatcher.dispatched(chosen, request, number / 100, is_stream=False).ended(Outcome.OK, number / 100)
         if number % 1000 == 999:
-            used.append(backends.index_bytes)
+            used.append(backends.contents.num_bytes)
     assert max(used) <= 1 << 20
     assert used[-1] > 3 << 18  # the bound was reached, or this would say nothing
 

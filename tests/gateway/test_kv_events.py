@@ -115,11 +115,11 @@ async def subscribed(folder, **fields):
     door, publisher = Door(1), Publisher(folder)
     config = BackendConfig(url="http://kv", kv_events=publisher.events, **{"models": ("m",), **fields})
     backend = door.backends.add(config)
-    subscription = KvSubscription(door.backends, backend)
+    subscription = KvSubscription(door.backends.contents, backend)
     task = asyncio.create_task(subscription.run())
     try:
         await publisher.joined()
-        yield door, backend, publisher, subscription.contents
+        yield door, backend, publisher, subscription.cache
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -245,7 +245,7 @@ def test_with_a_tokenizer_events_tell_which_prompts_are_held(tmp_path, model_fol
     async def run():
         async with subscribed(tmp_path, tokenizer=str(model_folder), models=("kv",)) as (door, backend, publisher, _):
             body = chat(*(f"w{number % 200}" for number in range(80)))
-            tokens = door.backends.prompt_tokens("kv", body)
+            tokens = door.backends.contents.prompt_tokens("kv", body)
             request = Request(request_id="r", prompt=tokens, max_tokens=1, tenant="t", cache_salt="t/")
 
             ids = tokens.tolist()

@@ -1,10 +1,12 @@
 """Several processes of one gateway: each sees what the others have dispatched, and where."""
 
+import msgspec
 from test_backends import HandClock, prompt
 
 from expediter.gateway.backends.backend import Counts
 from expediter.gateway.backends.config import BackendConfig
-from expediter.gateway.backends.registry import Backends, Busy
+from expediter.gateway.backends.dispatcher import Busy
+from expediter.gateway.backends.registry import Backends
 from expediter.telemetry.exchanges import Outcome
 
 
@@ -27,72 +29,101 @@ class Table:
         return View()
 
 
+class Process:
+    """One of two, with a clock that both turn."""
+
+    def __init__(self, clock, loads, names, **fields):
+        self.clock = clock
+        self.backends = Backends(clock=clock, loads=loads)
+        self.sharing = self.backends.sharing
+        for name in names:
+            self.backends.add(BackendConfig(url=f"http://{name}:80", name=name, models=("m",), **fields))
+
+    def choose(self, request):
+        return self.backends.dispatcher.choose(request, "m", self.clock.now_s)
+
+    def send(self, request):
+        chosen = self.choose(request)
+        return self.backends.dispatcher.dispatched(chosen, request, self.clock.now_s, is_stream=True)
+
+
 def pair(num_backends=2, **fields):
-    table, processes = Table(), []
-    for number in range(2):
-        backends = Backends(clock=HandClock(), shared=table.view(number))
-        for each in range(num_backends):
-            backends.add(BackendConfig(url=f"http://b{each}:80", name=f"b{each}", models=("m",), **fields))
-        processes.append(backends)
-    first, second = processes
-    first.on_placed, second.on_placed = second.placed_elsewhere, first.placed_elsewhere
-    return first, second
-
-
-def send(backends, request):
-    return backends.dispatched(backends.choose(request, "m", 0.0), request, 0.0, is_stream=True)
+    table, clock, names = Table(), HandClock(), [f"b{each}" for each in range(num_backends)]
+    first, second = (Process(clock, table.view(number), names, **fields) for number in range(2))
+    first.sharing.tell, second.sharing.tell = second.sharing.heard, first.sharing.heard
+    return first, second, clock
 
 
 def test_both_spread_one_burst():
-    first, second = pair()
-    sent = [send((first, second)[number % 2], prompt(first=10_000 * number)) for number in range(8)]
+    first, second, clock = pair()
+    sent = []
+    for number in range(8):
+        clock.now_s += 0.002
+        sent.append((first, second)[number % 2].send(prompt(first=10_000 * number)))
     names = [dispatch.backend.name for dispatch in sent]
     assert (names.count("b0"), names.count("b1")) == (4, 4)
     for dispatch in sent:
-        dispatch.ended(Outcome.OK, 0.0)
-    first.look_around()
-    assert all(status.num_in_flight == 0 for status in first.status())
-    assert all(backend.elsewhere == Counts() for backend in first)
+        dispatch.ended(Outcome.OK, clock.now_s)
+    for process in (second, first):
+        process.sharing.exchange(clock.now_s)
+    assert all(status.num_in_flight == 0 for status in first.backends.status())
+    assert all(backend.elsewhere == Counts() for backend in first.backends)
 
 
 def test_a_limit_holds_for_all_and_room_is_noticed():
-    first, second = pair(num_backends=1, max_requests=1)
-    dispatch = send(first, prompt())
-    assert second.choose(prompt(), "m", 0.0) == Busy()
+    first, second, clock = pair(num_backends=1, max_requests=1)
+    dispatch = first.send(prompt())
+    clock.now_s += 0.002
+    assert second.choose(prompt()) == Busy()
     rooms = []
-    second.on_room = lambda: rooms.append(1)
-    second.look_around()
+    second.backends.hooks.on_room = lambda: rooms.append(1)
+    second.sharing.exchange(clock.now_s)
     assert not rooms
-    dispatch.ended(Outcome.OK, 0.0)
-    second.look_around()
+    dispatch.ended(Outcome.OK, clock.now_s)
+    for process in (first, second):
+        process.sharing.exchange(clock.now_s)
     assert rooms == [1]
 
 
-def test_a_prompt_is_known_where_it_was_not_sent_from():
-    first, second = pair()
-    dispatch = send(first, prompt(2048))
-    dispatch.first_byte(0.0)
-    decision = second.choose(prompt(2048), "m", 0.0).decision
-    assert decision.num_cached_tokens == 2047
-    assert next(each.name for each in second if each.replica_id == decision.replica_id) == dispatch.backend.name
+def test_looking_is_not_done_for_each_request():
+    first, second, clock = pair(num_backends=1, max_requests=2)
+    second.choose(prompt())
+    for _ in range(2):
+        first.send(prompt())
+    assert second.choose(prompt()) != Busy()
+    clock.now_s += 0.002
+    assert second.choose(prompt()) == Busy()
+
+
+def test_prompts_are_known_where_they_were_not_sent_from():
+    first, second, clock = pair()
+    sent = [first.send(prompt(2048, first=10_000 * number)) for number in range(2)]
+    first.sharing.exchange(clock.now_s)
+    clock.now_s += 0.002
+    for number, dispatch in enumerate(sent):
+        dispatch.ended(Outcome.OK, clock.now_s)
+        chosen = second.choose(prompt(2048, first=10_000 * number))
+        assert chosen.decision.num_cached_tokens == 2047
+        assert chosen.backend.name == dispatch.backend.name
 
 
 def test_messages_that_are_none_change_nothing():
-    first, _ = pair()
-    for message in (
-        b"",
-        b"\xc1",
-        b"\x93\xa1m\xa2b0\xc4\x03abc",
-        b"\x93\xa1m\xa3who\xc4\x00",
-        b"\x93\xa1x\xa2b0\xc4\x00",
-    ):
-        first.placed_elsewhere(message)
-    assert first.index_bytes == 0
+    first, *_ = pair()
+    for placed in ([["m", "b0", b"abc"]], [["m", "who", b""]], [["x", "b0", b"12345678"]], ["m", "b0", b""]):
+        first.sharing.heard(msgspec.msgpack.encode(placed))
+    for message in (b"", b"\xc1"):
+        first.sharing.heard(message)
+    assert first.backends.contents.num_bytes == 0
 
 
-def test_long_prompts_fit_into_a_datagram():
-    first, _ = pair()
+def test_long_prompts_and_many_short_ones_fit_into_datagrams():
+    first, _, clock = pair()
     sizes = []
-    first.on_placed = lambda message: sizes.append(len(message))
-    send(first, prompt(500_000))
+    first.sharing.tell = lambda message: sizes.append(len(message))
+    first.send(prompt(500_000))
+    for number in range(100):
+        first.send(prompt(4096, first=1_000_000 + 10_000 * number))
+    first.sharing.exchange(clock.now_s)
     assert 7000 < sizes[0] <= 8192
+    assert max(sizes) <= 8192
+    assert sum(sizes) > 100 * 32 * 8

@@ -8,10 +8,11 @@ from aiohttp import web
 from test_backends import prompt
 
 from expediter.control.routing.base import Placement
-from expediter.gateway.backends.backend import Chosen, Kind
+from expediter.gateway.backends.backend import Kind
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.backends.dispatcher import Chosen, NobodyUp
 from expediter.gateway.backends.metrics_text import read_load
-from expediter.gateway.backends.registry import Backends, NobodyUp
+from expediter.gateway.backends.registry import Backends
 from expediter.gateway.backends.watcher import WatchConfig, Watcher
 from expediter.runtime.clock import MonotonicClock
 from expediter.telemetry.exchanges import Outcome
@@ -205,7 +206,7 @@ def test_metrics_that_are_stale_are_ignored_and_requests_go_on():
             await until(lambda: backend.reported is not None)
             engine.metrics = None
             await until(lambda: backend.reported is None)
-            assert isinstance(backends.choose(prompt(), "m", 0.0), Chosen)
+            assert isinstance(backends.dispatcher.choose(prompt(), "m", 0.0), Chosen)
             assert backend.snapshot().num_requests == 0
 
     asyncio.run(run())
@@ -233,7 +234,7 @@ def test_one_that_is_not_there_at_first_is_used_when_it_comes():
         watcher = Watcher(backends, MonotonicClock(), FAST)
         await watcher.start()
         try:
-            assert isinstance(backends.choose(prompt(), "m", 0.0), NobodyUp)
+            assert isinstance(backends.dispatcher.choose(prompt(), "m", 0.0), NobodyUp)
             await engine.start()
             await until(lambda: backends.knows("m"))
         finally:
@@ -249,11 +250,11 @@ def test_one_that_dies_is_ejected_by_a_probe_and_is_back_when_it_is():
         async with watched(engine, Engine(), models=("m",)) as backends:
             backend, other = backends
             await engine.stop()
-            dispatch = backends.dispatched(
+            dispatch = backends.dispatcher.dispatched(
                 Chosen(backend, placement(backend), "m", None), prompt(), 0.0, is_stream=True
             )
             await until(lambda: backends.status()[0].state == "ejected")
-            assert backends.choose(prompt(), "m", 0.0).backend is other
+            assert backends.dispatcher.choose(prompt(), "m", 0.0).backend is other
             dispatch.ended(Outcome.CLIENT_GONE, 1.0)
             await engine.start()
             await until(lambda: backends.status()[0].state == "up", timeout_s=6.0)
@@ -266,10 +267,10 @@ def test_one_that_hangs_is_found_out_by_its_silence():
         engine, ejected = Engine(), []
         async with watched(engine, Engine(), models=("m",)) as backends:
             backend, _ = backends
-            backends.on_ejected = ejected.append
+            backends.hooks.on_ejected = ejected.append
             engine.goes_on.clear()
             now_s = MonotonicClock().now()
-            dispatch = backends.dispatched(
+            dispatch = backends.dispatcher.dispatched(
                 Chosen(backend, placement(backend), "m", None), prompt(), now_s, is_stream=True
             )
             await until(lambda: ejected == [backend])
@@ -284,8 +285,8 @@ def test_one_that_is_slow_but_answers_probes_stays_in_use():
         async with watched(engine, models=("m",)) as backends:
             (backend,) = backends
             now_s = MonotonicClock().now()
-            chosen = backends.choose(prompt(), "m", now_s)
-            dispatch = backends.dispatched(chosen, prompt(), now_s, is_stream=True)
+            chosen = backends.dispatcher.choose(prompt(), "m", now_s)
+            dispatch = backends.dispatcher.dispatched(chosen, prompt(), now_s, is_stream=True)
             engine.asked.clear()
             await until(lambda: engine.asked.count("/health") >= 2)
             await until(lambda: backends.status()[0].state == "up")

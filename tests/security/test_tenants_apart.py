@@ -6,8 +6,8 @@ import numpy as np
 
 from expediter.core.clock import VirtualClock
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Chosen
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.backends.dispatcher import Chosen
 from expediter.gateway.backends.registry import Backends
 
 
@@ -20,7 +20,7 @@ def test_the_door_does_not_route_by_what_others_sent() -> None:
 
     def known(salt: str) -> int:
         request = Request(request_id="r", prompt=prompt, max_tokens=1, cache_salt=salt, arrival_s=0.0)
-        chosen = backends.choose(request, "mock", 0.0)
+        chosen = backends.dispatcher.choose(request, "mock", 0.0)
         assert isinstance(chosen, Chosen)
         return chosen.decision.num_cached_tokens
 

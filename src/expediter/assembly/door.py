@@ -40,7 +40,7 @@ from expediter.gateway.http.asgi import AsgiApplication
 from expediter.gateway.http.listener import Listener
 from expediter.gateway.http.wire import HttpLimits
 from expediter.gateway.openapi import OPERATIONS, Operation, openapi_route
-from expediter.gateway.processes import Sharing
+from expediter.gateway.processes import SharedKnowledge
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import FileReload
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
@@ -103,7 +103,7 @@ class FrontDoor:
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
         limits = TenantLimits(tenants.limits)
-        self._sharing = None if place.folder is None else Sharing(place, limits)
+        self._sharing = None if place.folder is None else SharedKnowledge(place, limits)
         metrics = GatewayMetrics(registry, self._shown, policy=config.routing_config.name, place=place)
         self.backends = Backends(
             clock=clock,
@@ -111,7 +111,7 @@ class FrontDoor:
             health=file.health,
             environment=os.environ,
             events=metrics,
-            shared=None if self._sharing is None else self._sharing.loads,
+            loads=None if self._sharing is None else self._sharing.loads,
         )
         self._watcher = Watcher(self.backends, clock)
         self._observing = Observing(
@@ -178,7 +178,7 @@ class FrontDoor:
         self._config = config
         self._tenants.replace(book)
         self._room.rearrange(self._queue(file.queue), self._tenants.weights)
-        self.backends.health.configure(file.health)
+        self.backends.health.fleet.configure(file.health)
         self.listener.bound(file.door.http)
         self._parts.patience.configure(file.door.patience)
         self._parts.retry = file.door.retry

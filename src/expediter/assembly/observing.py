@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from expediter.core.errors import ConfigurationError
 from expediter.core.slo import SloClass
-from expediter.gateway.backends.backend import BackendStatus
 from expediter.gateway.backends.registry import Backends
+from expediter.gateway.backends.status import BackendStatus
 from expediter.gateway.dashboard.feed import Feeder
 from expediter.gateway.dashboard.slow import SlowReasons
 from expediter.gateway.explanations import AskBackend, Explanations, OwnReplicas

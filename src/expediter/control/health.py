@@ -56,6 +56,8 @@ class HealthState(enum.Enum):
 
 
 _AT_ONCE: Final = frozenset({Failure.CONNECT, Failure.TIMEOUT})
+_FADE_SHARE: Final = 0.01
+"""Of the window, in which successes need not fade one by one."""
 _MAX_TRIALS: Final = 4.0
 """Trials that may go badly before they are bound to a share of the requests."""
 
@@ -141,6 +143,7 @@ class FleetHealth:
         rng: draws jitter; nobody else uses it.
     Attributes:
         num_out: replicas that are not up.
+        generation: rises whenever `usable` may answer something else than before.
     """
 
     def __init__(self, config: HealthConfig, rng: np.random.Generator) -> None:
@@ -150,6 +153,12 @@ class FleetHealth:
         self._awaiting: dict[int, _Member] = {}
         self._trials_left = _MAX_TRIALS
         self.num_out = 0
+        self.generation = 0
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether everybody is up, and nobody waits for a request on trial: good news change nothing."""
+        return not self.num_out and not self._awaiting
 
     @property
     def awaits_trials(self) -> bool:
@@ -159,6 +168,7 @@ class FleetHealth:
     def configure(self, config: HealthConfig) -> None:
         """Judge by other rules from now on; what was thought of each stays."""
         self._config = config
+        self.generation += 1
 
     # ---- who is in it
 
@@ -166,11 +176,13 @@ class FleetHealth:
         """Take a replica to be up; one that is in the fleet already begins anew."""
         self.leave(replica_id)
         self._members[replica_id] = _Member(now_s, now_s, now_s)
+        self.generation += 1
 
     def leave(self, replica_id: int) -> None:
         """Forget a replica."""
         member = self._members.pop(replica_id, None)
         self._awaiting.pop(replica_id, None)
+        self.generation += 1
         if member is not None and member.state is not HealthState.UP:
             self.num_out -= 1
 
@@ -227,7 +239,8 @@ class FleetHealth:
         if member.is_asked or member.is_tried or member.state is not HealthState.UP:
             self.answered(replica_id, now_s)
         member.heard_s = max(member.heard_s, now_s)
-        self._fade(member, now_s)
+        if now_s > member.faded_s + _FADE_SHARE * self._config.window_s:
+            self._fade(member, now_s)
         member.num_ok += 1
         member.num_failures_in_a_row = 0
 
@@ -274,6 +287,7 @@ class FleetHealth:
             member.is_doubted = True
             member.until_s = now_s
             self.num_out += 1
+            self.generation += 1
             self._awaiting.pop(replica_id, None)
 
     def due_probes(self, now_s: float) -> list[int]:
@@ -301,6 +315,7 @@ class FleetHealth:
             member.is_doubted = False
             member.state = HealthState.UP
             self.num_out -= 1
+            self.generation += 1
         elif member.state is not HealthState.UP:
             # That it listens again a probe can tell; that it works again, only a request.
             if member.is_unreachable:
@@ -361,6 +376,7 @@ class FleetHealth:
     def _eject(self, replica_id: int, member: _Member, failure: Failure, now_s: float) -> None:
         config = self._config
         was_serving = member.state is HealthState.UP or member.is_doubted
+        self.generation += 1
         if member.state is HealthState.UP:
             self.num_out += 1
         if was_serving and now_s >= member.up_since_s + config.stable_s:
@@ -375,6 +391,7 @@ class FleetHealth:
 
     def _bring_back(self, replica_id: int, member: _Member, now_s: float) -> None:
         self.num_out -= 1
+        self.generation += 1
         member.state = HealthState.UP
         member.up_since_s = now_s
         member.is_doubted = member.is_cleared = member.is_tried = member.is_unreachable = False

@@ -20,6 +20,7 @@ from typing import Final
 from expediter.control.limits import Exceeded, Reservation, TenantLimits, Usage
 from expediter.gateway.backends.backend import Counts
 from expediter.gateway.backends.registry import Backends
+from expediter.gateway.backends.sharing import Sharing
 from expediter.telemetry.process_place import ProcessPlace
 
 _MAX_NAMES: Final = 1024
@@ -241,7 +242,7 @@ class Placements:
             hear(datagram)
 
 
-class Sharing:
+class SharedKnowledge:
     """One process's part in it.
 
     Attributes:
@@ -262,9 +263,11 @@ class Sharing:
 
     def start(self, backends: Backends) -> None:
         """Begin to tell the others, to look at them, and to hear them."""
-        backends.on_placed = self._placements.tell
-        self._placements.start(backends.placed_elsewhere)
-        self._look(backends)
+        sharing = backends.sharing
+        assert sharing is not None
+        sharing.tell = self._placements.tell
+        self._placements.start(sharing.heard)
+        self._look(sharing)
 
     def stop(self) -> None:
         """Let go. What ends after this is counted no more."""
@@ -272,11 +275,11 @@ class Sharing:
             self._timer.cancel()
             self._placements.stop()
 
-    def _look(self, backends: Backends) -> None:
-        backends.look_around()
-        self.limits.publish()
+    def _look(self, sharing: Sharing) -> None:
         now_s = time.monotonic()
+        sharing.exchange(now_s)
+        self.limits.publish()
         if now_s - self._listened_s >= _LISTEN_S:
             self._listened_s = now_s
             self.limits.listen(now_s)
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look, backends)
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look, sharing)

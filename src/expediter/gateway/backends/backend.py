@@ -1,17 +1,15 @@
-"""One backend, its load as the door counts it, and its dispatches."""
+"""One backend with its load as the door counts it, and one request there."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from expediter.control.fleet import MIXED, ReplicaProfile, ReplicaSnapshot
+from expediter.control.fleet import MIXED, Fleet, ReplicaProfile, ReplicaSnapshot
 from expediter.control.health import Failure
-from expediter.control.routing.base import Placement
-from expediter.control.speed import Speed
 from expediter.gateway.backends.config import Address, BackendConfig
 from expediter.telemetry.exchanges import Outcome
 
@@ -70,6 +68,17 @@ class Reported:
     num_others: int
 
 
+class Seat(Protocol):
+    """A model's fleet that a backend is in.
+
+    Attributes:
+        is_stale: who may get a request has changed, or may have.
+    """
+
+    fleet: Fleet
+    is_stale: bool
+
+
 @dataclass(slots=True, eq=False)
 class Backend:
     """One backend while it is known.
@@ -83,7 +92,9 @@ class Backend:
         max_model_len: longest sequence in tokens that it takes, None if it does not say.
         max_requests: most requests at once; None for no limit.
         num_cache_tokens: that its KV cache keeps, as its events say, in its own tokens; None if they do not.
+        seats: in the fleets of these models.
         is_draining: it gets no new requests.
+        is_gone: it was removed; what is in flight there goes on, and counts for nothing.
         is_ready: whether an own pool takes requests; None for a foreign backend, whose health tells.
         up_in_s: when an own pool is likely to take requests if it does not; None for a foreign backend.
         live: its dispatches that have not ended.
@@ -108,7 +119,9 @@ class Backend:
     max_model_len: int | None = None
     max_requests: int | None = None
     num_cache_tokens: int | None = None
+    seats: list[Seat] = field(default_factory=list)
     is_draining: bool = False
+    is_gone: bool = False
     is_ready: Callable[[], bool] | None = None
     up_in_s: Callable[[], float] | None = None
     live: set[Dispatch] = field(default_factory=set)
@@ -149,6 +162,16 @@ class Backend:
         """Requests that decode there, those of others too as far as it reports them."""
         return self.num_answered + (0 if self.reported is None else self.reported.num_others)
 
+    def load_changed(self) -> None:
+        """Say that routers have to look at its load again."""
+        for seat in self.seats:
+            seat.fleet.mark(self.replica_id)
+
+    def standing_changed(self) -> None:
+        """Say that it may get requests and could not before, or the other way round."""
+        for seat in self.seats:
+            seat.is_stale = True
+
     def heard_s(self) -> float:
         """Return when anything of a response last came from it, or when it was first sent something after idling."""
         began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)
@@ -157,95 +180,14 @@ class Backend:
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""
         others = 0 if self.reported is None else self.reported.num_others
-        elsewhere = self.elsewhere
+        num_requests, num_pending_tokens, num_context_tokens = self.elsewhere
         return ReplicaSnapshot(
-            replica_id=self.replica_id,
-            num_requests=len(self.live) + elsewhere.num_requests + others,
-            num_pending_tokens=self.num_pending_tokens + elsewhere.num_pending_tokens,
-            num_context_tokens=self.num_context_tokens + elsewhere.num_context_tokens,
-            num_running=self.num_answered + others,
+            self.replica_id,
+            len(self.live) + num_requests + others,
+            self.num_pending_tokens + num_pending_tokens,
+            self.num_context_tokens + num_context_tokens,
+            self.num_answered + others,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendStatus:
-    """What there is to know of one backend at one moment.
-
-    Attributes:
-        state: "up", "ejected", "probing", "draining", or "unknown" as long as it serves no model that we know of.
-        reported_age_s: of its own figures, None if there are none that count; the next three are None with it.
-        speed: as learned, None before that.
-        num_cache_tokens: that its KV cache keeps, as its events say; None if they do not.
-        num_known_tokens: prompt tokens, as the door counts them, that it is taken to hold.
-        outcomes: dispatches that have ended, by how.
-    """
-
-    replica_id: int
-    name: str
-    url: str
-    kind: str
-    state: str
-    models: tuple[str, ...]
-    max_model_len: int | None
-    max_requests: int | None
-    num_in_flight: int
-    num_pending_tokens: int
-    reported_age_s: float | None
-    num_running: int | None
-    num_waiting: int | None
-    kv_use: float | None
-    speed: Speed | None
-    num_cache_tokens: int | None
-    num_known_tokens: int
-    num_dispatched: int
-    outcomes: Mapping[str, int]
-
-    @classmethod
-    def of(cls, backend: Backend, state: str, num_known_tokens: int, now_s: float) -> BackendStatus:
-        """Return a backend's status."""
-        reported, speed = backend.reported, backend.profile.speed
-        return cls(
-            replica_id=backend.replica_id,
-            name=backend.name,
-            url=backend.config.url,
-            kind=backend.kind.value,
-            state=state,
-            models=backend.models,
-            max_model_len=backend.max_model_len,
-            max_requests=backend.max_requests,
-            num_in_flight=backend.num_in_flight,
-            num_pending_tokens=backend.num_pending_tokens,
-            reported_age_s=None if reported is None else now_s - reported.at_s,
-            num_running=None if reported is None else reported.num_running,
-            num_waiting=None if reported is None else reported.num_waiting,
-            kv_use=None if reported is None else reported.kv_use,
-            speed=speed if speed.is_known else None,
-            num_cache_tokens=backend.num_cache_tokens,
-            num_known_tokens=num_known_tokens,
-            num_dispatched=backend.num_dispatched,
-            outcomes=dict(backend.outcomes),
-        )
-
-
-class Chosen(NamedTuple):
-    """Who gets a request.
-
-    Attributes:
-        predicted_ttft_s: None as long as the backend's speed is not known.
-    """
-
-    backend: Backend
-    decision: Placement
-    model: str
-    predicted_ttft_s: float | None
-
-
-class Ending(NamedTuple):
-    """How a dispatch ended; exactly one of the first two is not None."""
-
-    outcome: Outcome | None
-    failure: Failure | None
-    usage: Usage | None
 
 
 class Book(Protocol):
@@ -255,14 +197,18 @@ class Book(Protocol):
         """Hear of the first byte, once."""
         ...
 
-    def over(self, dispatch: Dispatch, ending: Ending, now_s: float) -> None:
-        """Hear of the end, once."""
+    def done(self, dispatch: Dispatch, outcome: Outcome, usage: Usage | None, now_s: float) -> None:
+        """Hear of an end that the backend is not to blame for; this or `failed`, once."""
+        ...
+
+    def failed(self, dispatch: Dispatch, failure: Failure, now_s: float) -> None:
+        """Hear that the backend has failed it."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Dispatch:
-    """A request at a backend, from before its first byte is sent until it has ended. Made by `Backends.dispatched`.
+    """A request at a backend. Made by `Dispatcher.dispatched`.
 
     Attributes:
         num_tokens: of its prompt, as the door counts. `num_new`: of them, expected not to be cached.
@@ -303,6 +249,6 @@ class Dispatch:
             return
         self.is_over = True
         if isinstance(how, Failure):
-            self.book.over(self, Ending(None, how, usage), now_s)
+            self.book.failed(self, how, now_s)
         else:
-            self.book.over(self, Ending(how, None, usage), now_s)
+            self.book.done(self, how, usage, now_s)

@@ -20,8 +20,7 @@ import zmq.asyncio
 
 from expediter.control.kv_contents import CacheContents, Cleared, KvEvent, Removed, Stored
 from expediter.gateway.backends.backend import Backend
-from expediter.gateway.backends.fleets import EXACT_BLOCK_TOKENS
-from expediter.gateway.backends.registry import Backends
+from expediter.gateway.backends.contents import EXACT_BLOCK_TOKENS, Contents
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +87,18 @@ def _tokens(raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 class KvSubscription:
-    """Follows one backend's events, and tells the registry what they say."""
+    """Follows one backend's events.
 
-    def __init__(self, backends: Backends, backend: Backend) -> None:
-        self._backends = backends
+    Args:
+        contents: hears what they say.
+    Attributes:
+        cache: what the backend's holds.
+    """
+
+    def __init__(self, contents: Contents, backend: Backend) -> None:
+        self._contents = contents
         self._backend = backend
-        self.contents = CacheContents(EXACT_BLOCK_TOKENS)
+        self.cache = CacheContents(EXACT_BLOCK_TOKENS)
 
     async def run(self) -> None:
         """Follow until cancelled; ZMQ connects again by itself."""
@@ -117,7 +122,7 @@ class KvSubscription:
             logger.warning("backend %s sent a KV event that is none", self._backend.name)
             return
         number = int.from_bytes(frames[1], "big")
-        if self.contents.misses(number) and self._backend.config.kv_replay:
+        if self.cache.misses(number) and self._backend.config.kv_replay:
             await self._catch_up(context, number)
         self._apply(number, frames[2])
 
@@ -127,13 +132,13 @@ class KvSubscription:
         except ValueError as error:
             logger.warning("backend %s sent KV events that cannot be read: %s", self._backend.name, error)
             events = []
-        self.contents.root = self._backends.kv_root(self._backend)
-        news = self.contents.apply(number, events)
-        self._backends.kv_news(self._backend, news)
-        if self.contents.is_complete:
+        self.cache.root = self._contents.root(self._backend)
+        news = self.cache.apply(number, events)
+        self._contents.news(self._backend, news)
+        if self.cache.is_complete:
             # Where it is known which prompts were dropped, no others need be.
-            has_dropped = news.has_dropped and self.contents.root is None
-            self._backends.holds(self._backend, self.contents.num_tokens, has_dropped=has_dropped)
+            has_dropped = news.has_dropped and self.cache.root is None
+            self._contents.holds(self._backend, self.cache.num_tokens, has_dropped=has_dropped)
 
     async def _catch_up(self, context: zmq.asyncio.Context, end: int) -> None:
         """Ask for the batches that are missing before one; what the engine no longer has stays missing."""
@@ -141,7 +146,7 @@ class KvSubscription:
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             socket.connect(self._backend.config.kv_replay)
-            begin = self.contents.next_number or 0
+            begin = self.cache.next_number or 0
             await socket.send_multipart([b"", begin.to_bytes(_NUMBER_BYTES, "big")])
             async with asyncio.timeout(_REPLAY_S):
                 while True:

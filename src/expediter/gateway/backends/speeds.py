@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -34,14 +34,9 @@ class _Learner:
 
 
 class Speeds:
-    """Learns, and says what is to be thought of each backend's speed.
+    """Learns, and tells the routers what is to be thought of each backend's speed."""
 
-    Args:
-        say: hears what is thought of a backend's speed.
-    """
-
-    def __init__(self, say: Callable[[Backend, Speed], None]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._learners: dict[int, _Learner] = {}
         self._typical_tokens = _A_PROMPT
         self._compared_s = -_COMPARE_EVERY_S
@@ -101,14 +96,22 @@ class Speeds:
             rivals = [speed for other, speed in known.items() if other is not learner and _compete(learner, other)]
             own = known.get(learner)
             if own is not None:
-                self._say(learner.backend, self._thought(own, rivals, now_s - learner.heard_s))
+                _say(learner.backend, self._thought(own, rivals, now_s - learner.heard_s))
             elif rivals:
                 fastest = min(rivals, key=lambda speed: speed.prefill_s(self._typical_tokens, 0) + speed.overhead_s)
-                self._say(learner.backend, replace(fastest, is_known=False))
+                _say(learner.backend, replace(fastest, is_known=False))
 
     def _thought(self, own: Speed, rivals: Iterable[Speed], unheard_s: float) -> Speed:
         rivals = list(rivals)
         return alike(hopeful(own, rivals, unheard_s), rivals, self._typical_tokens)
+
+
+def _say(backend: Backend, speed: Speed) -> None:
+    if speed == backend.profile.speed:
+        return
+    backend.profile = replace(backend.profile, speed=speed)
+    for seat in backend.seats:
+        seat.fleet.learned(backend.replica_id, speed)
 
 
 def _compete(one: _Learner, other: _Learner) -> bool:

@@ -135,9 +135,8 @@ class Watcher:
         watched.is_complained_of = False
         backend.kind = found.kind
         backend.max_model_len = found.max_model_len
-        if backend.config.max_requests is None:
-            backend.max_requests = found.max_requests
-        self._backends.limits(backend, max_kv_tokens=found.max_kv_tokens)
+        self._backends.limits(backend, found.max_requests)
+        self._backends.contents.limit(backend, found.max_kv_tokens)
         self._backends.serves(backend, backend.config.models or found.models)
         return True
 
@@ -152,7 +151,7 @@ class Watcher:
         ours = max(before, backend.num_in_flight)
         watched.others.append(max(0, load.num_running + load.num_waiting - ours))
         num_others = min(watched.others) if len(watched.others) == _NUM_AGREEING else 0
-        self._backends.limits(backend, max_kv_tokens=load.max_kv_tokens)
+        self._backends.contents.limit(backend, load.max_kv_tokens)
         self._backends.reported(backend, Reported(asked_s, load.num_running, load.num_waiting, load.kv_use, num_others))
 
     def _subscribe(self, backend: Backend, watched: _Watched) -> None:
@@ -162,7 +161,7 @@ class Watcher:
         from expediter.gateway.backends.kv_events import KvSubscription  # noqa: PLC0415 - pyzmq is an extra
 
         watched.is_subscribed = True
-        watched.tasks.append(asyncio.create_task(KvSubscription(self._backends, backend).run()))
+        watched.tasks.append(asyncio.create_task(KvSubscription(self._backends.contents, backend).run()))
 
     async def _probe(self, backend: Backend, asker: Asker) -> None:
         try:
@@ -170,7 +169,7 @@ class Watcher:
         except Exception:  # as above; without a verdict it would never be probed again
             logger.exception("a probe of backend %s failed", backend.name)
             failure = Failure.BROKEN
-        self._backends.probed(backend, failure, self._clock.now())
+        self._backends.health.probed(backend, failure, self._clock.now())
 
     # ---- all of them
 
@@ -198,7 +197,7 @@ class Watcher:
             if reported is not None and now_s > reported.at_s + self._config.stale_s:
                 self._backends.reported(backend, None)
         self._backends.look_at_the_clock(now_s)
-        for backend in self._backends.due_probes(now_s):
+        for backend in self._backends.health.due_probes(now_s):
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 
     def _doubt_if_silent(self, backend: Backend, now_s: float) -> None:
@@ -209,7 +208,7 @@ class Watcher:
             watched.doubted_s = now_s
             # It may compute a long prompt, or send a plain response at its end: asked twice as late the next time.
             watched.patience_s = min(2 * watched.patience_s, _MAX_PATIENCE * self._config.silent_s)
-            self._backends.doubt(backend, now_s)
+            self._backends.health.doubt(backend, now_s)
 
     def _follow(self) -> None:
         """Look after who has come, and no longer after who has gone."""

@@ -88,10 +88,11 @@ class Door:
         self._sinks = sinks
         self._live: dict[str, Exchange] = {}
         self._sweeper: asyncio.TimerHandle | None = None
-        parts.backends.on_room = parts.room.call_soon
-        parts.backends.on_ejected = self._ejected
-        parts.backends.on_gone = self._gone
-        parts.backends.can_retry = parts.budget.has_retry
+        hooks = parts.backends.hooks
+        hooks.on_room = parts.room.call_soon
+        hooks.on_ejected = self._ejected
+        hooks.on_gone = self._gone
+        hooks.can_retry = parts.budget.has_retry
 
     def start(self) -> None:
         """Begin to watch the time."""

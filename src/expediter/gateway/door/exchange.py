@@ -23,8 +23,8 @@ from expediter.control.limits import Exceeded, Reservation
 from expediter.control.retry import backoff_s
 from expediter.control.waiting import Cause, Leaver
 from expediter.core.request import Request
-from expediter.gateway.backends.backend import Backend, Chosen, Dispatch
-from expediter.gateway.backends.registry import Busy, NobodyUp
+from expediter.gateway.backends.backend import Backend, Dispatch
+from expediter.gateway.backends.dispatcher import Busy, Chosen, NobodyUp
 from expediter.gateway.door import refusals
 from expediter.gateway.door.bodies import decode_door_body, with_model
 from expediter.gateway.door.heads import OWN_ID, TRACEPARENT, forwarded_headers, request_line
@@ -160,7 +160,7 @@ class Exchange:
         max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
             request_id=self.request_id,
-            prompt=parts.backends.prompt_tokens(model, body),
+            prompt=parts.backends.contents.prompt_tokens(model, body),
             max_tokens=max_tokens,
             priority=terms.priority,
             cache_salt=terms.cache_salt,
@@ -197,10 +197,10 @@ class Exchange:
             self._refuse(refusals.nobody_up(choice.message, choice.retry_after_s), Outcome.NO_CAPACITY)
 
     def _choose(self, now_s: float) -> Chosen | Busy | NobodyUp:
-        choice = self._parts.backends.choose(self.core, self.model, now_s, excluded=self._excluded)
+        choice = self._parts.backends.dispatcher.choose(self.core, self.model, now_s, excluded=self._excluded)
         if isinstance(choice, NobodyUp) and self._excluded:
             self._excluded.clear()  # whoever has failed it once is better than nobody
-            choice = self._parts.backends.choose(self.core, self.model, now_s)
+            choice = self._parts.backends.dispatcher.choose(self.core, self.model, now_s)
         return choice
 
     def _try(self, chosen: Chosen, now_s: float) -> None:
@@ -210,7 +210,7 @@ class Exchange:
             self._refuse(refusals.too_late(excess_s(self.core, predicted_s, now_s)), Outcome.LATE)
             return
         self._chosen = chosen
-        dispatch = parts.backends.dispatched(chosen, self.core, now_s, is_stream=self._is_stream)
+        dispatch = parts.backends.dispatcher.dispatched(chosen, self.core, now_s, is_stream=self._is_stream)
         self._dispatch = dispatch
         parts.room.started(self, now_s)
         if backend.is_own:
