@@ -43,6 +43,7 @@ from expediter.gateway.openapi import OPERATIONS, Operation, openapi_route
 from expediter.gateway.processes import SharedKnowledge
 from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import FileReload
+from expediter.gateway.salts import CacheSalts
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
 from expediter.gateway.tenants import TenantBook, Tenants
 from expediter.runtime.clock import MonotonicClock
@@ -135,6 +136,7 @@ class FrontDoor:
             retry=file.door.retry,
             budget=RetryBudget(file.door.retry, clock.now()),
             rng=np.random.default_rng(),
+            salts=CacheSalts(config.salt_secret),
             own_app=None if own is None else own.app,
             tracer=self._observing.tracer,
         )

@@ -12,7 +12,12 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.ranges import require_not_negative
 from expediter.gateway.admin import ADMIN_KEY_VARIABLE, check_admin_address
 from expediter.gateway.backends.config import BackendConfig
+from expediter.gateway.salts import SALT_VARIABLE, salt_secret
 from expediter.gateway.tenants import TenantBook
+
+
+def _salt_secret() -> bytes:
+    return salt_secret(os.environ.get(SALT_VARIABLE, ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,7 @@ class DoorConfig:
         observing: what is written of requests.
         admin_host, admin_port: of the admin listener; no port for none.
         num_processes: that share the port; more than one only without replicas of our own.
+        salt_secret: what salts of prefix caches are made with that backends are told; a random one by default.
     Raises:
         ConfigurationError: a value is out of range.
     """
@@ -43,6 +49,7 @@ class DoorConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     num_processes: int = 1
+    salt_secret: bytes = field(default_factory=_salt_secret, repr=False)
 
     def __post_init__(self) -> None:
         for port in (self.port, self.admin_port or 0):

@@ -48,6 +48,7 @@ class _Addition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_events: str = ""
     kv_replay: str = ""
     tokenizer: str = ""
+    send_cache_salt: bool = False
 
     def config(self) -> BackendConfig:
         return BackendConfig(**{**msgspec.structs.asdict(self), "models": tuple(self.models)})

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from expediter.gateway.door.bodies import decode_door_body, with_model
+from expediter.gateway.door.bodies import decode_door_body, with_field
 from expediter.gateway.errors import ApiError
 
 
 @pytest.mark.parametrize("raw", [b"{}", b" { } ", b'{"a": 1e400}', b'{"model": null, "n": 1}\n'])
 def test_a_model_is_added_and_nothing_else_changed(raw: bytes) -> None:
-    told = with_model(raw, 'm"x')
+    told = with_field(raw, "model", 'm"x')
     assert json.loads(told) == {**json.loads(raw), "model": 'm"x'}
 
 

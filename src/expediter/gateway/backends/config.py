@@ -77,6 +77,7 @@ class BackendConfig:
         max_requests: most requests at once; None to ask it, and for no limit if it does not say.
         kv_events: ZMQ endpoint of its KV events, such as `tcp://host:5557`; "" for none.
         kv_replay: ZMQ endpoint where missed events can be had again; "" for none.
+        send_cache_salt: tell it in each request's body which prefix cache is the tenant's, as vLLM takes it.
         tokenizer: folder of its model's tokenizer, so that its KV events tell which prompts it holds; "" for none.
     Raises:
         ConfigurationError: a field cannot be used.
@@ -90,6 +91,7 @@ class BackendConfig:
     kv_events: str = ""
     kv_replay: str = ""
     tokenizer: str = ""
+    send_cache_salt: bool = False
 
     def __post_init__(self) -> None:
         Address.of(self.url)
@@ -104,6 +106,10 @@ class BackendConfig:
                 raise ConfigurationError(f"{field} begins with tcp:// or ipc://")
         if not self.kv_events and (self.kv_replay or self.tokenizer):
             raise ConfigurationError("kv_replay and tokenizer need kv_events")
+        if self.send_cache_salt and self.tokenizer:
+            raise ConfigurationError(
+                "send_cache_salt and tokenizer do not go together: KV events do not say under which salt a block is"
+            )
 
     @property
     def address(self) -> Address:

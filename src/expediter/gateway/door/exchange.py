@@ -26,7 +26,7 @@ from expediter.core.request import Request
 from expediter.gateway.backends.backend import Backend, Dispatch
 from expediter.gateway.backends.dispatcher import Busy, Chosen, NobodyUp
 from expediter.gateway.door import refusals
-from expediter.gateway.door.bodies import decode_door_body, with_model
+from expediter.gateway.door.bodies import decode_door_body, with_field
 from expediter.gateway.door.heads import OWN_ID, TRACEPARENT, forwarded_headers, request_line
 from expediter.gateway.door.own_answer import OwnAnswer
 from expediter.gateway.door.parts import DoorParts
@@ -43,6 +43,8 @@ from expediter.telemetry.trace_context import TraceContext, new_id
 _DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Reserved, and expected, for a request that does not say how much it wants at most."""
 _NO_TERMS: Final = Terms()
+_SALTED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Where vLLM takes a `cache_salt`."""
 _EXPIRED_STATUS: Final = 504
 """What our own API says of a request whose deadline has passed before it was started, and of nothing else."""
 _GONE_STATUS: Final = 499
@@ -152,7 +154,7 @@ class Exchange:
         model = body.model
         if model is None:
             model = next(filter(tenant.may_use, parts.backends.models), "")
-            request.body = with_model(request.body, model)  # a backend's default may be another
+            request.body = with_field(request.body, "model", model)  # a backend's default may be another
         if not parts.backends.knows(model) or not tenant.may_use(model):
             raise self._unknown_model()
         self.model = model
@@ -224,7 +226,10 @@ class Exchange:
             own_id = self.request_id.encode("ascii")
             self._headers = forwarded_headers(self._request, own_id, self._shown_id, is_traced=trace is not None)
         address, max_output = backend.address, self._max_output_tokens
-        line = request_line(self._request, address.base_path, address.host_header, backend.authorization, parent)
+        body = self._body_for(backend)
+        line = request_line(
+            self._request, address.base_path, address.host_header, backend.authorization, parent, len(body)
+        )
         self._relay = Relay(
             self,
             dispatch,
@@ -234,7 +239,14 @@ class Exchange:
             self._request.path,
             math.inf if max_output is None else max_output,
         )
-        self._relay.start(parts.pools.of(backend), line + self._headers, self._request.body)
+        self._relay.start(parts.pools.of(backend), line + self._headers, body)
+
+    def _body_for(self, backend: Backend) -> bytes:
+        """Return what a backend is sent: the body, with the root of the tenant's prefix cache if it takes that."""
+        request, salt = self._request, self.core.cache_salt
+        if not (salt and backend.config.send_cache_salt and request.path in _SALTED_PATHS):
+            return request.body
+        return with_field(request.body, "cache_salt", self._parts.salts.of(salt))
 
     def _ask_own(self, dispatch: Dispatch) -> None:
         app, request = self._parts.own_app, self._request

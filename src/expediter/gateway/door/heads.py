@@ -34,11 +34,16 @@ def forwarded_headers(request: HttpRequest, request_id: bytes, shown_id: bytes, 
                 parts += (name, b": ", value, b"\r\n")
         passed = request.memory[_PASSED] = b"".join(parts)
     ids = b"x-request-id: %b\r\n%b: %b\r\n" % (shown_id, OWN_ID, request_id)
-    return b"%b%bcontent-length: %d\r\n\r\n" % (passed, ids, len(request.body))
+    return b"%b%b\r\n" % (passed, ids)
 
 
 def request_line(
-    request: HttpRequest, base_path: str, host: str, authorization: bytes | None, traceparent: bytes | None
+    request: HttpRequest,
+    base_path: str,
+    host: str,
+    authorization: bytes | None,
+    traceparent: bytes | None,
+    num_body_bytes: int,
 ) -> bytes:
     """Return the part of a forwarded head that differs between attempts.
 
@@ -47,11 +52,12 @@ def request_line(
     """
     key = b"" if authorization is None else b"authorization: %b\r\n" % authorization
     parent = b"" if traceparent is None else b"traceparent: %b\r\n" % traceparent
-    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b" % (
+    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b" % (
         request.method.encode("ascii"),
         base_path.encode("ascii"),
         request.target,
         host.encode("ascii"),
+        num_body_bytes,
         key,
         parent,
     )

@@ -17,6 +17,7 @@ from expediter.gateway.backends.registry import Backends
 from expediter.gateway.door.identity import RequestIds
 from expediter.gateway.door.waiting_room import WaitingRoom
 from expediter.gateway.http.upstream import Address, UpstreamPool
+from expediter.gateway.salts import CacheSalts
 from expediter.telemetry.trace_context import Tracer
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -90,6 +91,7 @@ class DoorParts:
     retry: RetryConfig
     budget: RetryBudget
     rng: np.random.Generator
+    salts: CacheSalts
     own_app: ASGIApp | None = None
     tracer: Tracer | None = None
     pools: Pools = field(default_factory=Pools)
