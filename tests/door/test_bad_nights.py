@@ -275,6 +275,22 @@ def test_retries_have_a_budget(door: FrontDoor, mocks: list[MockBackend]) -> Non
     run(story())
 
 
+def test_who_waits_at_a_backend_that_fails_others_and_cannot_be_tried_again_gets_its_answer() -> None:
+    with mock_backends(1) as mocks, front_door(mocks, config="[door]\nmax_attempts = 1\n") as door:
+
+        async def story() -> None:
+            (mock,) = mocks
+            mock.behaviour = Behaviour(prefill_s=1.5)
+            waits = asyncio.create_task(ask(door.port, chat()))
+            await until(lambda: len(mock.work) == 1)
+            mock.behaviour = Behaviour(status=500)
+            assert [answer.status for answer in await ask_all(door.port, [chat()] * 3, 1)] == [500] * 3
+            assert num_up(door) == 0
+            assert (await waits).is_good
+
+        run(story())
+
+
 def test_idle_connections_that_the_backend_closed_are_not_used(door: FrontDoor, mocks: list[MockBackend]) -> None:
     """The usual race of keep-alive, in both orders: closed long before the next request, and just before."""
 

@@ -375,12 +375,14 @@ class Exchange:
             self._relay.check(now_s)
 
     def leave(self, backend: Backend, failure: Failure) -> None:
-        """Try elsewhere if this one still waits for a backend that has failed others."""
+        """Try elsewhere if this one still waits for a backend that has failed others, and may."""
         relay = self._relay
         if relay is None or relay.first_byte_s is not None or self._dispatch is None:
             return
-        if self._dispatch.backend is backend:
-            relay.give_up(failure, time.monotonic())
+        now_s = time.monotonic()
+        if self._dispatch.backend is backend and self.may_try_again(now_s):  # or it may be answered yet
+            relay.cancel()
+            self.failed(failure, now_s, is_retried=True)
 
     def end_now(self, retry_after_s: float) -> None:
         """End with an error, whatever it is at: the server is about to stop. The own API ends its requests itself."""
