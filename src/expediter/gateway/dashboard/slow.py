@@ -37,9 +37,8 @@ class SlowReasons:
 
     async def of(self, record: ExchangeRecord) -> str:
         """Return a sentence; it holds numbers and names of backends, never what a client wrote."""
-        parts = [*missed_targets(record), *at_gateway(record)]
-        told = await self._at_replica(record)
-        return "; ".join([*parts, told] if told else parts) or "nothing held it"
+        parts = [missed_targets(record), *at_gateway(record), await self._at_replica(record)]
+        return "; ".join(filter(None, parts)) or "nothing held it"
 
     async def _at_replica(self, record: ExchangeRecord) -> str:
         known = self._replica_told.get(record.request_id)
@@ -55,20 +54,24 @@ class SlowReasons:
         return told
 
 
-def missed_targets(record: ExchangeRecord) -> list[str]:
-    """Return which targets an answered request missed, and by how much: its first token need not be what was late."""
+def missed_targets(record: ExchangeRecord) -> str:
+    """Return which targets an answered request missed, and by how much; "" if it missed none.
+
+    What was late need not be its first token, which is what the rest of the sentence is about.
+    """
     if record.outcome is not Outcome.OK:
-        return []
+        return ""
     times = (
         (record.ttft_s, record.slo.ttft_s, "until the first token"),
         (record.tpot_s, record.slo.tpot_s, "per output token"),
         (record.e2e_s, record.slo.e2e_s, "until the end"),
     )
-    return [
-        f"late: {_in_digits(took_s)} {of}, target {_in_digits(target_s)}"
+    missed = [
+        f"{_in_digits(took_s)} {of} (target {_in_digits(target_s)})"
         for took_s, target_s, of in times
         if took_s is not None and target_s is not None and took_s > target_s
     ]
+    return f"late: {', '.join(missed)}" if missed else ""
 
 
 def at_gateway(record: ExchangeRecord) -> list[str]:
