@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tests.door.front_door import FrontDoor, front_door, num_up, run, until
 from tests.door.http_client import Answer, ask, ask_all, chat
-from tests.door.mock_backends import Behaviour, Metrics, MockBackend, mock_backends
+from tests.door.mock_backends import Behaviour, Metrics, MockBackend, all_do, mock_backends
 from tests.gateway.live_server import wait_until
 
 TIMEOUT_S = 1.5
@@ -258,6 +258,33 @@ def test_a_retry_does_not_go_where_it_failed(mocks: list[MockBackend]) -> None:
             mocks[0].behaviour = Behaviour(reset="before_head")
             answers = [await ask(door.port, chat(f"{i}")) for i in range(20)]
             assert all(answer.is_good for answer in answers)
+
+        run(story())
+
+
+def test_a_wait_that_begins_after_a_failure_is_told_as_that(mocks: list[MockBackend]) -> None:
+    """It fails at the only one that is free, and then has to wait for the one that is not."""
+    two = mocks[:2]
+    tables = "".join(f'[[backends]]\nurl = "{mock.url}"\nmax_requests = 1\n' for mock in two)
+    with front_door([], config=tables) as door:
+
+        async def story() -> None:
+            all_do(two, prefill_s=1.0)
+            first = asyncio.create_task(ask(door.port, chat("first")))
+            await until(lambda: any(mock.work for mock in two))
+            busy, free = sorted(two, key=lambda mock: -len(mock.work))
+            busy.behaviour, free.behaviour = Behaviour(), Behaviour(status=503)
+            second = await ask(door.port, chat("second"))
+            assert second.is_good
+            assert (await first).is_good
+            assert (len(busy.work), len(free.work)) == (2, 1)
+            (told,) = door.get(f"/requests/{second.headers['x-request-id']}").json["gateway"]
+            spans = told["spans"]
+            assert [span["reason"] for span in spans] == ["forwarded", "queued", "routed", "forwarded", "ended"]
+            failed, queued = spans[:2]
+            assert 0 <= failed["to_s"] <= queued["from_s"] < queued["to_s"]
+            counted_s = door.live.metric("expediter:gateway_queue_seconds_sum")
+            assert counted_s == pytest.approx(queued["to_s"] - queued["from_s"], abs=0.01)
 
         run(story())
 
