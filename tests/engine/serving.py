@@ -68,7 +68,7 @@ def serve(
         while arrivals and arrivals[0][0] <= step:
             group = arrivals.pop(0)[1]
             if carried and group[0].request_id in carried:
-                scheduler.resume(group[0], carried[group[0].request_id], float(step))
+                scheduler.passage.resume(group[0], carried[group[0].request_id], float(step))
             else:
                 scheduler.add_group(group, float(step))
         plan = scheduler.plan(float(step))

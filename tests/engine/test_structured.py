@@ -192,7 +192,7 @@ def test_a_request_that_comes_from_elsewhere_goes_on_in_its_grammar(
     executor = make_executor(grammars)
     prepared(executor, [one])
     scheduler = build_scheduler(config=config(), cache=CacheConfig(num_blocks=400, block_size=4))
-    scheduler.resume(one, Carried(output=tuple(whole[:7])), 0.0)
+    scheduler.passage.resume(one, Carried(output=tuple(whole[:7])), 0.0)
     output = whole[:7]
     while scheduler.has_work:
         result = executor.execute(scheduler.plan(0.0))

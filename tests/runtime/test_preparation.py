@@ -166,7 +166,7 @@ def test_sequences_that_fail_end_alone(fails_at: dict[str, int]) -> None:
     group = tuple(request(name) for name in "abc")
     mail.arrivals += [group, (request("x"),)]
     while loop.run_once():
-        scheduler.check()
+        scheduler.live.check()
     for name in "abcx":
         end, failed_at = recorder.end(name), fails_at.get(name)
         if failed_at is None:

@@ -140,4 +140,4 @@ def test_recorded_arrivals_keep_their_times_and_order() -> None:
     ]
     assert {e.request_id: e.now_s for e in recorder.of(Finished)} == {"a": 5.0, "b": 6.0, "c": 6.0, "d": 105.5}
     assert num_steps == len(recorder.steps) == 11
-    scheduler.check()
+    scheduler.live.check()

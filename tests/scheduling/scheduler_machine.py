@@ -90,7 +90,7 @@ POLICIES = st.builds(
 
 def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
     """Return everything that decides what a scheduler does next."""
-    kv, running = scheduler.kv, scheduler._running
+    kv, running = scheduler.kv, scheduler.live.running
     decoding = running.decoding
     size = decoding.size
     return {
@@ -115,15 +115,15 @@ def fingerprint(scheduler: Scheduler, now_s: float) -> dict[str, object]:
             for s in running.prefilling
         ],
         "copies": [copies.tolist() for copies in running._copies],
-        "waiting": sorted(s.request_id for s in scheduler._requests.values() if s.status is not Status.RUNNING),
-        "first": None if (head := scheduler._waiting.first(now_s)) is None else head.request_id,
+        "waiting": sorted(s.request_id for s in scheduler.live.by_id.values() if s.status is not Status.RUNNING),
+        "first": None if (head := scheduler.live.waiting.first(now_s)) is None else head.request_id,
         "slots": list(running._free_slots),
         "host": (
             {o: c.blocks.tolist() for o, c in kv.host._copies.items()},
             kv.host._free[: kv.host.num_free].tolist(),
         ),
         "next": scheduler._next_step,
-        "stuck": scheduler._queue_is_stuck,
+        "stuck": scheduler.live.queue_is_stuck,
     }
 
 
@@ -147,7 +147,7 @@ def census(scheduler: Scheduler) -> None:
     host += kv.host._free[: kv.host.num_free].tolist()
     host += [block for blocks in kv.host._in_transit for block in blocks.tolist()]
     assert sorted(host) == list(range(kv.host.num_blocks))
-    waiting = {s.sequence for s in scheduler._requests.values() if s.status is Status.PREEMPTED}
+    waiting = {s.sequence for s in scheduler.live.by_id.values() if s.status is Status.PREEMPTED}
     assert waiting.issuperset(kv.host._copies)
 
 
@@ -341,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.run_to_end()
         scheduler = self.driver.scheduler
-        assert sorted(scheduler._running._free_slots) == list(range(scheduler.config.max_num_seqs))
+        assert sorted(scheduler.live.running._free_slots) == list(range(scheduler.config.max_num_seqs))
 
     def _fits(self, request, n):
         kv, config = self.driver.scheduler.kv, self.driver.scheduler.config

@@ -332,8 +332,8 @@ def test_everybody_ends_once_however_late(rows, num_seqs, num_blocks, data):
     for request in driver.requests.values():
         was_refused = request.finished is driver.rejected.get(request.request_id)
         assert not was_refused or (request.request.refuse_late and not request.output)
-    assert len(driver.scheduler._explanations._ended) <= 3
-    assert not driver.scheduler._explanations._live
+    assert len(driver.scheduler.live.explanations._ended) <= 3
+    assert not driver.scheduler.live.explanations._live
 
 
 class SteadyTime:
@@ -372,8 +372,8 @@ def test_the_slo_order_says_who_is_late_before_its_time_is_over():
     assert Reason.LATE in [span.reason for span in late]
     details = next(span for span in late if span.reason is Reason.LATE).details
     assert details["due_s"] == pytest.approx(0.6)
-    assert scheduler.repeatable_steps(plan) >= 1
-    scheduler.check()
+    assert scheduler.runs.repeatable_steps(plan) >= 1
+    scheduler.live.check()
 
 
 @pytest.mark.parametrize("refuse_late", [False, True])
@@ -383,7 +383,7 @@ def test_while_somebody_may_be_refused_steps_are_planned_one_by_one(refuse_late)
     driver.step()
     driver.submit("other", [2], 1, slo=Slo(ttft_s=100.0), refuse_late=refuse_late)
     plan = driver.plan()
-    assert (driver.scheduler.repeatable_steps(plan) == 1) == refuse_late
+    assert (driver.scheduler.runs.repeatable_steps(plan) == 1) == refuse_late
 
 
 def test_the_slo_order_keeps_what_is_worth_more():

@@ -272,7 +272,7 @@ def test_a_late_group_is_refused_as_one():
     assert plan.is_empty
     assert [(e.request_id, e.reason) for e in plan.events] == [(n, RejectReason.LATE) for n in ("a", "a.1", "a.2")]
     assert not scheduler.has_work
-    scheduler.check()
+    scheduler.live.check()
 
 
 def test_a_group_must_be_one():

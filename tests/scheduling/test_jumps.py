@@ -89,12 +89,12 @@ def test_ticks_show_what_a_run_has_computed_so_far():
     driver = load(64, 4, [(100, 20)])
     plan = driver.plan()
     scheduler = driver.scheduler
-    assert scheduler.repeatable_steps(plan) == 6
-    scheduler.tick()
-    scheduler.tick()
+    assert scheduler.runs.repeatable_steps(plan) == 6
+    scheduler.runs.tick()
+    scheduler.runs.tick()
     assert scheduler.num_pending_tokens == 100 - 2 * 16
-    assert scheduler.repeatable_steps(plan) == 6, "those included that are over"
-    scheduler.repeat(plan, 4)
+    assert scheduler.runs.repeatable_steps(plan) == 6, "those included that are over"
+    scheduler.runs.repeat(plan, 4)
     driver.finish(plan)
     assert scheduler.num_pending_tokens == 100 - 4 * 16
     driver.run_to_end()
@@ -105,10 +105,10 @@ def test_a_jump_stops_where_blocks_run_out():
     driver.step()
     plan = driver.plan()
     # Each has a block for its prompt and one for the next two tokens; three more blocks are free.
-    assert driver.scheduler.repeatable_steps(plan) == 4
+    assert driver.scheduler.runs.repeatable_steps(plan) == 4
     with pytest.raises(InvariantError, match="cannot be repeated 5 times"):
-        driver.scheduler.repeat(plan, 5)
-    driver.scheduler.repeat(plan, 4)
+        driver.scheduler.runs.repeat(plan, 5)
+    driver.scheduler.runs.repeat(plan, 4)
     assert plan.num_steps == 4
     driver.finish(plan)
     driver.run_to_end(max_repeat=9)
@@ -117,7 +117,7 @@ def test_a_jump_stops_where_blocks_run_out():
 def test_only_uneventful_steps_are_repeated():
     def repeatable(driver):
         driver.step()
-        return driver.scheduler.repeatable_steps(driver.plan())
+        return driver.scheduler.runs.repeatable_steps(driver.plan())
 
     assert repeatable(load(64, 4, [(3, 20)])) == 19
     assert repeatable(load(64, 4, [(3, 20)], stop_token_ids=(1,))) == 1
@@ -125,24 +125,24 @@ def test_only_uneventful_steps_are_repeated():
     waiting = load(64, 4, [(3, 20), (3, 20)], max_num_seqs=1)
     assert repeatable(waiting) == 19  # the queue cannot move before a slot is free
     waiting.submit("new", [1], 1)
-    assert waiting.scheduler.repeatable_steps(waiting.scheduler._in_flight.plan) == 1
+    assert waiting.scheduler.runs.repeatable_steps(waiting.scheduler.live.step.plan) == 1
     blocked = load(8, 4, [(3, 20), (32, 1), (2, 2)])
     blocked.scheduler.config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_bypasses=0)
     assert repeatable(blocked) > 1  # the second does not fit, and nobody may pass it
     blocked.abort("r1")
-    assert blocked.scheduler.repeatable_steps(blocked.scheduler._in_flight.plan) == 1
+    assert blocked.scheduler.runs.repeatable_steps(blocked.scheduler.live.step.plan) == 1
     aborted = load(64, 4, [(3, 20), (3, 20)])
     aborted.step()
     plan = aborted.plan()
     aborted.abort("r0")
-    assert aborted.scheduler.repeatable_steps(plan) == 1
+    assert aborted.scheduler.runs.repeatable_steps(plan) == 1
 
 
 def test_a_result_must_have_the_shape_of_the_jump():
     driver = load(64, 4, [(3, 20)])
     driver.step()
     plan = driver.plan()
-    driver.scheduler.repeat(plan, 5)
+    driver.scheduler.runs.repeat(plan, 5)
     result = driver.executor.execute(plan)
     short = type(result)(result.step_id, result.tokens[:1], 0.0)
     with pytest.raises(InvariantError, match="tokens of shape"):

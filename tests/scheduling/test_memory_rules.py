@@ -187,7 +187,7 @@ def test_each_victim_rule_names_another_one(victims, victim):
     driver.step()
     driver.step()
     driver.now_s += 2
-    running = driver.scheduler._running
+    running = driver.scheduler.live.running
     driver.scheduler.find("late").first_token_s = 5.0
     ranked = driver.scheduler.policy.rules.victims.ranked(running, driver.now_s)
     assert ranked[0].request_id == victim

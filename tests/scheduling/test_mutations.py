@@ -50,7 +50,7 @@ def leak_on_abort_mid_chunk(monkeypatch):
 
     def abort_and_leak(self, request_id, now_s, *args):
         state = self.find(request_id)
-        if state in self._running.prefilling and state.num_computed_tokens > 0:
+        if state in self.live.running.prefilling and state.num_computed_tokens > 0:
             self.kv.tables.num_owned[state.slot] = max(1, self.kv.tables.num_shared[state.slot])
         return abort(self, request_id, now_s, *args)
 

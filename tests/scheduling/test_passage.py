@@ -75,7 +75,7 @@ class World:
         if not plan.is_empty:
             replica.features.append(plan.features)
             self._note(replica, replica.scheduler.apply(replica.executor.execute(plan), self.now_s))
-        replica.scheduler.check()
+        replica.scheduler.live.check()
         return plan
 
     def _note(self, replica, events, leg=False):
@@ -99,19 +99,19 @@ class World:
         request = self.requests[request.request_id]
         landing = None
         if hold is not None and with_kv:
-            landing = target.scheduler.reserve(request, carried, hold.num_tokens, self.now_s)
+            landing = target.scheduler.passage.reserve(request, carried, hold.num_tokens, self.now_s)
             if landing is None:
                 return False
             assert landing.num_tokens == hold.num_tokens
             last = target.scheduler.kv.blocks_for(hold.num_tokens)
             for place in range(landing.num_matched, last):
                 target.blocks[landing.blocks[place]] = source.blocks[hold.blocks[place]]
-            assert target.scheduler.land(landing, self.now_s)
-            assert not target.scheduler.land(landing, self.now_s)
+            assert target.scheduler.passage.land(landing, self.now_s)
+            assert not target.scheduler.passage.land(landing, self.now_s)
         if hold is not None:
-            source.scheduler.release(hold, self.now_s)
+            source.scheduler.passage.release(hold, self.now_s)
         self.where[request.request_id] = target
-        self._note(target, target.scheduler.resume(request, carried, self.now_s, landing=landing))
+        self._note(target, target.scheduler.passage.resume(request, carried, self.now_s, landing=landing))
         return True
 
     def abort(self, request_id):
@@ -141,8 +141,8 @@ def test_a_prompt_computed_elsewhere_is_decoded_at_once():
     world = World(source, target)
     name = world.add(source, [1, 2, 3, 4, 5], 6, keep=True)
     world.step(source)
-    departure = source.scheduler.collect(name)
-    assert source.scheduler.collect(name) is None
+    departure = source.scheduler.passage.collect(name)
+    assert source.scheduler.passage.collect(name) is None
     assert world.move(departure, source, target)
     plan = world.step(target)
     assert plan.features == (1, 1, 1, 6, 0.0)  # a decode that reads 6 tokens, and no prompt
@@ -158,7 +158,7 @@ def test_a_request_moves_while_it_decodes_and_loses_nothing():
     name = world.add(source, [1, 2, 3], 12)
     for _ in range(5):
         world.step(source)
-    (departure,) = source.scheduler.extract(name, world.now_s, keep=True)
+    (departure,) = source.scheduler.passage.extract(name, world.now_s, keep=True)
     assert departure.carried.output == tuple(world.outputs[name])
     assert departure.landing.num_tokens == 3 + 5 - 1
     assert world.move(departure, source, target)
@@ -173,7 +173,7 @@ def test_tokens_so_far_are_computed_again_where_the_kv_is_lost():
         world.step(source)
     plan = source.scheduler.plan(world.now_s)
     assert not plan.is_empty
-    ((departure,),) = source.scheduler.evacuate(world.now_s)  # a step is in flight; it never ends
+    ((departure,),) = source.scheduler.passage.evacuate(world.now_s)  # a step is in flight; it never ends
     assert departure.landing is None
     world.move(departure, source, target)
     plan = world.step(target)
@@ -189,16 +189,16 @@ def test_nobody_can_be_extracted_or_placed_while_a_step_is_in_flight():
     name = world.add(replica, [1, 2, 3], 9)
     replica.scheduler.plan(1.0)
     with pytest.raises(InvariantError, match="is extracted while step 0 is in flight"):
-        replica.scheduler.extract(name, 1.0)
+        replica.scheduler.passage.extract(name, 1.0)
     with pytest.raises(InvariantError, match="blocks are reserved while step 0 is in flight"):
-        replica.scheduler.reserve(world.requests[name], None, 3, 1.0)
+        replica.scheduler.passage.reserve(world.requests[name], None, 3, 1.0)
 
 
 def test_who_has_all_its_output_cannot_go_on():
     replica = Replica(12)
     request = Request(request_id="a", prompt=np.array([1], np.int32), max_tokens=2)
     with pytest.raises(InvariantError, match="has all of its output"):
-        replica.scheduler.resume(request, Carried(output=(1, 2)), 0.0)
+        replica.scheduler.passage.resume(request, Carried(output=(1, 2)), 0.0)
 
 
 def test_an_older_request_that_waits_for_room_goes_before_what_would_land():
@@ -211,10 +211,10 @@ def test_an_older_request_that_waits_for_room_goes_before_what_would_land():
     assert replica.scheduler.num_waiting == 1
     young = Request(request_id="y", prompt=np.array([5, 6], np.int32), max_tokens=3, arrival_s=world.now_s)
     old = Request(request_id="o", prompt=np.array([5, 6], np.int32), max_tokens=3, arrival_s=-1.0)
-    assert replica.scheduler.reserve(young, None, 2, world.now_s) is None
-    landing = replica.scheduler.reserve(old, None, 2, world.now_s)
+    assert replica.scheduler.passage.reserve(young, None, 2, world.now_s) is None
+    landing = replica.scheduler.passage.reserve(old, None, 2, world.now_s)
     assert landing is not None
-    replica.scheduler.release(landing, world.now_s)
+    replica.scheduler.passage.release(landing, world.now_s)
     world.run_to_end()
     assert waiting in world.ended
 
@@ -225,19 +225,21 @@ def test_what_has_landed_gives_way_if_nobody_could_run_otherwise():
     world = World(replica, source)
     name = world.add(source, [1, 2, 3, 4, 5, 6], 4, keep=True)
     world.step(source)
-    departure = source.scheduler.collect(name)
+    departure = source.scheduler.passage.collect(name)
     replica.scheduler.config = SchedulerConfig(
         max_num_seqs=2, max_num_batched_tokens=16, max_model_len=40, max_bypasses=0
     )
-    landing = replica.scheduler.reserve(world.requests[name], departure.carried, 6, 0.0)
+    landing = replica.scheduler.passage.reserve(world.requests[name], departure.carried, 6, 0.0)
     for place in range(3):
         replica.blocks[landing.blocks[place]] = source.blocks[departure.landing.blocks[place]]
-    replica.scheduler.land(landing, 0.0)
+    replica.scheduler.passage.land(landing, 0.0)
     old = Request(request_id="old", prompt=np.array([7] * 11, np.int32), max_tokens=4, arrival_s=-5.0)
     world.requests["old"], world.outputs["old"] = old, []
     world._note(replica, replica.scheduler.add(old, 0.0))
-    world._note(replica, replica.scheduler.resume(world.requests[name], departure.carried, 0.0, landing=landing))
-    source.scheduler.release(departure.landing, 0.0)
+    world._note(
+        replica, replica.scheduler.passage.resume(world.requests[name], departure.carried, 0.0, landing=landing)
+    )
+    source.scheduler.passage.release(departure.landing, 0.0)
     plan = world.step(replica)
     assert [event.request_id for event in plan.events if isinstance(event, Admitted)] == ["old"]
     world.run_to_end()
@@ -274,7 +276,7 @@ def test_requests_move_at_random(ops, num_blocks, policy, prefix_caching):
     def hand_off(with_kv):
         for name in sorted(prompt_only):
             source = world.where[name]
-            departure = source.scheduler.collect(name)
+            departure = source.scheduler.passage.collect(name)
             if departure is not None:
                 prompt_only.remove(name)
                 target = b if source is a else a
@@ -297,7 +299,7 @@ def test_requests_move_at_random(ops, num_blocks, policy, prefix_caching):
         elif op[1] < len(others):
             source = world.where[others[op[1]]]
             target = b if source is a else a
-            (departure,) = source.scheduler.extract(others[op[1]], world.now_s, keep=op[2])
+            (departure,) = source.scheduler.passage.extract(others[op[1]], world.now_s, keep=op[2])
             if not world.move(departure, source, target, with_kv=op[3]):
                 world.move(departure, source, target, with_kv=False)
         hand_off(with_kv=True)

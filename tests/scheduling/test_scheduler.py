@@ -136,8 +136,8 @@ def test_counters_add_up_prompts_and_hits_once_per_request():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s._running._free_slots.pop(), "slots are lost"),
-        (lambda s: s._requests.pop("a"), "live requests"),
+        (lambda s: s.live.running._free_slots.pop(), "slots are lost"),
+        (lambda s: s.live.by_id.pop("a"), "live requests"),
         (lambda s: s.kv.release(s.find("a").slot, 0.0), "does not run"),
     ],
 )
@@ -145,7 +145,7 @@ def test_check_notices_damage(damage, message):
     driver = build()
     driver.submit("a", [1, 2, 3], 5)
     driver.step()
-    driver.scheduler.check()
+    driver.scheduler.live.check()
     damage(driver.scheduler)
     with pytest.raises(InvariantError, match=message):
-        driver.scheduler.check()
+        driver.scheduler.live.check()

@@ -207,7 +207,7 @@ def test_plans_that_move_blocks_are_not_repeated():
         plan = driver.plan()
     assert plan.num_decodes == plan.num_seqs == 1
     assert preempted(driver)[0].cause is PreemptCause.GROWTH
-    assert driver.scheduler.repeatable_steps(plan) == 1
+    assert driver.scheduler.runs.repeatable_steps(plan) == 1
     driver.finish(plan)
     driver.run_to_end(max_repeat=9)
 

@@ -45,7 +45,7 @@ def run(config, rows, **trace):
     simulation.metrics.on_end.append(records.append)
     report = simulation.run(make_trace(rows, **trace), events=log)
     for scheduler in simulation.schedulers:
-        scheduler.check()
+        scheduler.live.check()
         assert not scheduler.has_work
         assert scheduler.kv.num_used_blocks == 0
         assert not len(scheduler.kv.landings)

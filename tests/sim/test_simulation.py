@@ -339,7 +339,7 @@ def test_schedulers_are_empty_afterwards():
     simulation = build_simulation(SimulationConfig(num_blocks=12, block_size=4, replicas=2))
     simulation.run(make_trace([(0.0, 20, 25, [1, 2])] * 9))
     for scheduler in simulation.schedulers:
-        scheduler.check()
+        scheduler.live.check()
         assert not scheduler.has_work
         assert scheduler.kv.num_used_blocks == 0
 

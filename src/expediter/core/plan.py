@@ -109,7 +109,7 @@ class StepPlan:
             a row is valid for c < ceil((start + length) / block_size).
         admitted: sequences that entered with this plan.
         budget_tokens: most tokens that the step might compute.
-        num_steps: consecutive steps that this plan stands for, above 1 only in simulation (`Scheduler.repeat`): each
+        num_steps: consecutive steps that this plan stands for, above 1 only in simulation (`scheduling.runs`): each
             entry goes on by its length in each; who is no decode has its further tokens in its `Admission`.
         events: what planning itself did: admissions and preemptions.
         swap_out: device blocks to host blocks, after the copies and before anything else of the plan: the device

@@ -48,15 +48,22 @@ Command = tuple[Request, ...] | Resume | Abort | SequenceFailure | Drain | Expla
 """A request comes as the sequences of its group, most often one."""
 
 
+class PassagePort(Protocol):
+    """What the loop uses of a scheduler's `Passage`."""
+
+    def resume(self, request: Request, carried: Carried | None, now_s: float) -> list[Event]: ...
+
+
 class SchedulerPort(Protocol):
     """What the loop uses of a `Scheduler`."""
 
     @property
     def has_work(self) -> bool: ...
 
-    def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]: ...
+    @property
+    def passage(self) -> PassagePort: ...
 
-    def resume(self, request: Request, carried: Carried | None, now_s: float) -> list[Event]: ...
+    def add_group(self, requests: Sequence[Request], now_s: float) -> list[Event]: ...
 
     def abort(self, request_id: str, now_s: float, reason: FinishReason = ...) -> list[Event]: ...
 
@@ -145,7 +152,7 @@ class ReplicaLoop:
                 case tuple():
                     events += self._scheduler.add_group(command, command[0].arrival_s)
                 case Resume(request, carried):
-                    events += self._scheduler.resume(request, carried, self._clock.now())
+                    events += self._scheduler.passage.resume(request, carried, self._clock.now())
                 case SequenceFailure():
                     events += self._fail(command)
                 case Abort():

@@ -71,7 +71,7 @@ class SimulatedExecutor:
         return self.result(plan, self.durations_s(plan, plan.num_steps))
 
     def durations_s(self, plan: StepPlan, num_steps: int) -> list[float]:
-        """Return how long each of `num_steps` steps in a row takes; see `Scheduler.repeatable_steps`."""
+        """Return how long each of `num_steps` steps in a row takes; see `scheduling.runs`."""
         if num_steps == 1:
             moving_s = plan.num_swapped_blocks * (self._limits.block_swap_s or 0.0)
             return [self._step_time.step_time_s(plan.features) + moving_s]

@@ -91,7 +91,7 @@ class Fetches:
         assert hold is not None  # what is cached needs no room
         landings.complete(hold, now_s)
         if fetch.is_off:
-            scheduler.release(hold, now_s)
+            scheduler.passage.release(hold, now_s)
             return  # it was cached, so nobody finds more room than before
         fetch.hold = hold
         if fetch.landing is not None:
@@ -100,7 +100,7 @@ class Fetches:
     def _reserve(self, journey: Journey, fetch: Fetch, now_s: float) -> None:
         """Take blocks for the whole prompt, between two steps of the replica; without room there is no fetch."""
         scheduler = self._replicas[journey.replica_id].scheduler
-        fetch.landing = scheduler.reserve(fetch.leg, None, fetch.num_tokens, now_s)
+        fetch.landing = scheduler.passage.reserve(fetch.leg, None, fetch.num_tokens, now_s)
         if fetch.landing is None:
             fetch.is_off = True
             journey.fetch = None
@@ -137,8 +137,8 @@ class Fetches:
         assert landing is not None
 
         def go_on(now_s: float) -> None:
-            replica.scheduler.land(landing, now_s)
-            replica.report(replica.scheduler.resume(fetch.leg, None, now_s, landing=landing, keep=fetch.keep))
+            replica.scheduler.passage.land(landing, now_s)
+            replica.report(replica.scheduler.passage.resume(fetch.leg, None, now_s, landing=landing, keep=fetch.keep))
 
         replica.post(go_on, now_s)
 
@@ -146,7 +146,7 @@ class Fetches:
         hold, fetch.hold = fetch.hold, None
         if hold is not None:
             source = self._replicas[fetch.source_id]
-            source.post(lambda now_s: source.scheduler.release(hold, now_s), now_s)
+            source.post(lambda now_s: source.scheduler.passage.release(hold, now_s), now_s)
             self._room_changed(source.replica_id, now_s)
 
     def cancel(self, journey: Journey, now_s: float) -> None:
@@ -166,7 +166,7 @@ class Fetches:
         replica, landing = self._replicas[journey.replica_id], fetch.landing
         if landing is not None:
             until_s = now_s + self._lease_s if was_sent else None
-            replica.post(lambda now_s: replica.scheduler.release(landing, now_s, writes_until_s=until_s), now_s)
+            replica.post(lambda now_s: replica.scheduler.passage.release(landing, now_s, writes_until_s=until_s), now_s)
             self._room_changed(replica.replica_id, now_s)
             if until_s is not None:
                 end = partial(self._end_quarantine, replica, replica.incarnation)
@@ -175,7 +175,7 @@ class Fetches:
 
     def _end_quarantine(self, replica: SimulatedReplica, incarnation: int, now_s: float) -> None:
         if replica.incarnation == incarnation:
-            replica.post(replica.scheduler.end_quarantine, now_s)
+            replica.post(replica.scheduler.passage.end_quarantine, now_s)
             self._room_changed(replica.replica_id, now_s)
 
     def _stop(self, fetch: Fetch, now_s: float) -> None:

@@ -234,7 +234,9 @@ class Journeys:
         replica, carried = self._replicas[journey.replica_id], journey.carried
         replica.expect(journey.request_id, journey.request.num_prompt_tokens)
         replica.post(
-            lambda now_s: replica.report(replica.scheduler.resume(leg, carried, now_s, landing=landing, keep=keep)),
+            lambda now_s: replica.report(
+                replica.scheduler.passage.resume(leg, carried, now_s, landing=landing, keep=keep)
+            ),
             now_s,
         )
 
@@ -287,7 +289,7 @@ class Journeys:
         del self._live[journey.request_id]
         self._end_copy(journey, now_s)
         if journey.replica_id != NOWHERE:
-            departure = self._replicas[journey.replica_id].scheduler.collect(journey.request_id)
+            departure = self._replicas[journey.replica_id].scheduler.passage.collect(journey.request_id)
             if departure is not None:  # it was to be handed off, and a stop token ended it
                 journey.held_by, journey.hold = journey.replica_id, departure.landing
         self._transfers.release_hold(journey, now_s)
@@ -297,7 +299,7 @@ class Journeys:
 
     def _leave_prompt(self, journey: Journey, now_s: float) -> None:
         """The prompt is done and its first token is out: the KV goes to the target."""
-        departure = self._replicas[journey.replica_id].scheduler.collect(journey.request_id)
+        departure = self._replicas[journey.replica_id].scheduler.passage.collect(journey.request_id)
         if departure is None:
             raise InvariantError(f"the KV of {journey.request_id} was not kept")
         journey.carried, journey.hold = departure.carried, departure.landing

@@ -116,7 +116,7 @@ class Migrations:
         if not scheduler.kv.prefix_caching:  # nothing that is there could be shared: all is copied when it stops
             self._later(journey, partial(self._stop, journey, staged), now_s)
             return
-        staged.landing = scheduler.reserve(journey.request, carried, num_tokens, now_s)
+        staged.landing = scheduler.passage.reserve(journey.request, carried, num_tokens, now_s)
         if staged.landing is None:
             journey.staged = None
             return
@@ -130,7 +130,7 @@ class Migrations:
         staged.ticket, staged.passage = -1, None
         target, landing = self._replicas[staged.target_id], staged.landing
         assert landing is not None
-        target.post(lambda now_s: _discard(target.scheduler.land(landing, now_s)), now_s)
+        target.post(lambda now_s: _discard(target.scheduler.passage.land(landing, now_s)), now_s)
         self._stop(journey, staged, now_s)
 
     def _stop(self, journey: Journey, staged: Staged, now_s: float) -> None:
@@ -143,7 +143,7 @@ class Migrations:
             return
         source = self._replicas[staged.source_id]
         if source.scheduler.passage.peek(journey.request_id) is not None:
-            (departure,) = source.scheduler.extract(journey.request_id, now_s, keep=True)
+            (departure,) = source.scheduler.passage.extract(journey.request_id, now_s, keep=True)
             self.num_moved += 1
             source.forget(journey.request_id)
             journey.carried, journey.hold = departure.carried, departure.landing
@@ -173,7 +173,7 @@ class Migrations:
         landing, target = staged.landing, self._replicas[staged.target_id]
         if landing is None or staged.target_id == lost_id:
             return
-        target.post(lambda now_s: target.scheduler.release(landing, now_s, writes_until_s=until_s), now_s)
+        target.post(lambda now_s: target.scheduler.passage.release(landing, now_s, writes_until_s=until_s), now_s)
         self._room_changed(target.replica_id, now_s)
         if until_s is not None:
             over = partial(self._end_quarantine, target, target.incarnation)
@@ -181,7 +181,7 @@ class Migrations:
 
     def _end_quarantine(self, target: SimulatedReplica, incarnation: int, now_s: float) -> None:
         if target.incarnation == incarnation:
-            target.post(target.scheduler.end_quarantine, now_s)
+            target.post(target.scheduler.passage.end_quarantine, now_s)
             self._room_changed(target.replica_id, now_s)
 
 

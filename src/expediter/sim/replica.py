@@ -169,7 +169,7 @@ class SimulatedReplica:
         if self._renew is None:
             raise InvariantError(f"replica {self.replica_id} cannot be lost")
         self._settle(now_s)
-        lost = self.scheduler.evacuate(now_s)
+        lost = self.scheduler.passage.evacuate(now_s)
         lost += [tuple(Departure(r, Carried(), None) for r in group) for group, _ in self._inbox]
         self._inbox.clear()
         self._posted.clear()
@@ -192,7 +192,7 @@ class SimulatedReplica:
         self._loop.cancel(self._end_ticket)
         self._plan = None
         if num_steps:
-            self.scheduler.repeat(plan, num_steps)
+            self.scheduler.runs.repeat(plan, num_steps)
             self.num_steps += num_steps
             for _ in range(num_steps):  # and the one that is lost
                 self._count_prompt_step(plan)
@@ -235,7 +235,7 @@ class SimulatedReplica:
 
     def _tick(self, now_s: float) -> None:  # noqa: ARG002 - the loop's
         self._num_over += 1
-        self.scheduler.tick()
+        self.scheduler.runs.tick()
         self.on_load_change()
         self._schedule_end()
 
@@ -266,7 +266,7 @@ class SimulatedReplica:
             self._idle_s += now_s - self._idle_since_s
             self._idle_since_s = None
         self._count_prompt_step(plan)
-        num_steps = self.scheduler.repeatable_steps(plan) if self._jumps and not self._posted else 1
+        num_steps = self.scheduler.runs.repeatable_steps(plan) if self._jumps and not self._posted else 1
         self._durations_s = self._executor.durations_s(plan, num_steps)
         if self._slowness != 1.0:
             self._durations_s = [duration_s * self._slowness for duration_s in self._durations_s]
@@ -274,7 +274,7 @@ class SimulatedReplica:
         self._ends_s = list(accumulate(self._durations_s, initial=now_s))[1:]
         if num_steps > 1:
             # A plan made after that moment may differ, so the step in progress then is the last of the jump.
-            del self._ends_s[bisect_right(self._ends_s, self.scheduler.queue_changes_s(now_s)) + 1 :]
+            del self._ends_s[bisect_right(self._ends_s, self.scheduler.runs.queue_changes_s(now_s)) + 1 :]
         self._plan = plan
         self._num_over = 0
         self._schedule_end()
@@ -293,7 +293,7 @@ class SimulatedReplica:
         plan, num_steps = self._plan, len(self._ends_s)
         assert plan is not None
         if num_steps > 1:
-            self.scheduler.repeat(plan, num_steps)
+            self.scheduler.runs.repeat(plan, num_steps)
         self._look(now_s)
         if self.on_steps is not None:
             self._tell_of_steps(plan, self._durations_s[:num_steps])

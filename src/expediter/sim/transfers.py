@@ -133,7 +133,9 @@ class Transfers:
         """Reserve room in order, as long as there is some. Runs between two steps."""
         while site.inbound:
             journey = site.inbound[0]
-            landing = site.replica.scheduler.reserve(journey.request, journey.carried, journey.num_kv_tokens, now_s)
+            landing = site.replica.scheduler.passage.reserve(
+                journey.request, journey.carried, journey.num_kv_tokens, now_s
+            )
             if landing is None:
                 self._break_circle(site, now_s)
                 return
@@ -214,7 +216,7 @@ class Transfers:
 
     @staticmethod
     def _land(replica: SimulatedReplica, landing: Landing, now_s: float) -> None:
-        replica.scheduler.land(landing, now_s)
+        replica.scheduler.passage.land(landing, now_s)
 
     def _lost(self, journey: Journey, now_s: float) -> None:
         """The lease is over and the KV has not come: once more, or the target computes it."""
@@ -241,7 +243,7 @@ class Transfers:
         if hold is None:
             return
         replica, hint = self._sites[replica_id].replica, journey.request.cache_hint
-        replica.post(lambda now_s: replica.scheduler.release(hold, now_s, hint=hint), now_s)
+        replica.post(lambda now_s: replica.scheduler.passage.release(hold, now_s, hint=hint), now_s)
         self.room_changed(replica_id, now_s)
 
     def leave_target(self, journey: Journey, now_s: float, *, writes_until_s: float | None = None) -> None:
@@ -260,7 +262,9 @@ class Transfers:
         if landing is None:
             site.inbound.remove(journey)
             return
-        replica.post(lambda now_s: replica.scheduler.release(landing, now_s, writes_until_s=writes_until_s), now_s)
+        replica.post(
+            lambda now_s: replica.scheduler.passage.release(landing, now_s, writes_until_s=writes_until_s), now_s
+        )
         if writes_until_s is not None and writes_until_s > now_s:
             until = partial(self._end_quarantine, site, replica.incarnation)
             self._loop.schedule(writes_until_s, EventKind.TRANSFER, journey.number, until)
@@ -268,7 +272,7 @@ class Transfers:
 
     def _end_quarantine(self, site: _Site, incarnation: int, now_s: float) -> None:
         if site.replica.incarnation == incarnation:
-            site.replica.post(site.replica.scheduler.end_quarantine, now_s)
+            site.replica.post(site.replica.scheduler.passage.end_quarantine, now_s)
             self.room_changed(site.replica.replica_id, now_s)
 
     def source_lost(self, journey: Journey, now_s: float) -> None:

@@ -81,7 +81,7 @@ class SchedulerChecks:
         held = sum(self._num_host_blocks(r) for r in waiting)
         require(held == host.num_held, f"waiting requests hold {held} host blocks of {host.num_held}")
         if self._checks_blocks:
-            scheduler.check()
+            scheduler.live.check()
         for request in live[:4]:  # some of them, since each that waits costs a look at all that wait
             self._check_explanation(request)
         require(

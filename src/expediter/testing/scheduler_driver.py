@@ -245,7 +245,7 @@ class SchedulerDriver(SchedulerChecks):
         """Plan, execute and apply; up to `max_repeat` equal steps in one jump. The plan may be empty."""
         plan = self.plan()
         if not plan.is_empty:
-            self.scheduler.repeat(plan, min(max_repeat, self.scheduler.repeatable_steps(plan)))
+            self.scheduler.runs.repeat(plan, min(max_repeat, self.scheduler.runs.repeatable_steps(plan)))
             self.finish(plan)
         return plan
 
