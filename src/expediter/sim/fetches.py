@@ -16,6 +16,7 @@ from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.stores import Stores
+from expediter.sim.transfers import TransferConfig
 
 
 class Fetches:
@@ -24,7 +25,6 @@ class Fetches:
     Args:
         compute: called for such a request.
         stores: tiers of storage, if there are any.
-        lease_s: for how long bytes may come from a source that is gone.
         room_changed: told of replicas where blocks may have become free.
     """
 
@@ -33,11 +33,10 @@ class Fetches:
         loop: EventLoop,
         network: Network,
         observer: Observer,
+        transfers: TransferConfig,
         *,
         compute: Callable[[Journey, Fetch, float], None],
         stores: Stores | None,
-        kv_bytes_per_token: float,
-        lease_s: float,
         room_changed: Callable[[int, float], None],
     ) -> None:
         self.stores = stores
@@ -45,8 +44,7 @@ class Fetches:
         self._network = network
         self._observer = observer
         self._compute = compute
-        self._kv_bytes_per_token = kv_bytes_per_token
-        self._lease_s = lease_s
+        self._transfers = transfers
         self._room_changed = room_changed
         self._replicas: Mapping[int, SimulatedReplica] = {}
 
@@ -119,7 +117,7 @@ class Fetches:
         if fetch.hold is not None:  # what comes is what the source still has
             landing.num_tokens = max(min(landing.num_tokens, fetch.hold.num_tokens), num_there)
         num_tokens = landing.num_tokens - num_there
-        num_bytes = int(num_tokens * self._kv_bytes_per_token)
+        num_bytes = int(num_tokens * self._transfers.kv_bytes_per_token)
         if fetch.tier is not None and self.stores is not None:
             fetch.passage = self.stores.read(fetch.tier, replica.replica_id, num_tokens, now_s)
         else:
@@ -165,7 +163,7 @@ class Fetches:
         self._stop(fetch, now_s)
         replica, landing = self._replicas[journey.replica_id], fetch.landing
         if landing is not None:
-            until_s = now_s + self._lease_s if was_sent else None
+            until_s = now_s + self._transfers.lease_s if was_sent else None
             replica.post(lambda now_s: replica.scheduler.passage.release(landing, now_s, writes_until_s=until_s), now_s)
             self._room_changed(replica.replica_id, now_s)
             if until_s is not None:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from expediter.control.fleet import Fleet
-from expediter.control.handoff import TransferStyle, has_second_leg, prompt_leg
+from expediter.control.handoff import has_second_leg, prompt_leg
 from expediter.control.migration import MigrationConfig
 from expediter.control.routing.base import NO_REPLICA, Decision, Placement, Refusal, RouteQuery, Router
 from expediter.control.routing.simple import LeastLoad
@@ -38,6 +38,7 @@ from expediter.core.events import (
 from expediter.core.request import FinishReason, Request, RequestState
 from expediter.kvcache.landing import Landing
 from expediter.sim.fetches import Fetches
+from expediter.sim.handoffs import Handoffs
 from expediter.sim.journey import NOWHERE, Fetch, Journey
 from expediter.sim.loop import EventLoop
 from expediter.sim.migrations import Migrations
@@ -45,7 +46,7 @@ from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.stores import Stores, StoreTotals, TierName
-from expediter.sim.transfers import TransferConfig, Transfers, TransferTotals
+from expediter.sim.transfers import TransferConfig, TransferTotals
 
 _WAITS: Final = Placement(replica_id=NOWHERE, because="no replica is up: it waits until one is")
 
@@ -78,24 +79,17 @@ class Journeys:
         self._loop = loop
         self._observer = observer
         self._can_fail = can_fail
-        self._transfers = Transfers(
-            loop,
-            network,
-            observer,
-            config,
-            arrive=self._go_on,
-            recompute=self._recompute,
-            turn_back=self._turn_back,
-            loses=loses,
+        self._handoffs = Handoffs(
+            loop, network, observer, config, resume=self._go_on, reject=self._reject, loses=loses, can_fail=can_fail
         )
+        self._transfers = self._handoffs.transfers
         self._fetches = Fetches(
             loop,
             network,
             observer,
+            config,
             compute=self._compute,
             stores=stores,
-            kv_bytes_per_token=config.kv_bytes_per_token,
-            lease_s=config.lease_s,
             room_changed=self._transfers.room_changed,
         )
         self._migrations = None
@@ -104,8 +98,7 @@ class Journeys:
                 migration,
                 loop,
                 network,
-                kv_bytes_per_token=config.kv_bytes_per_token,
-                lease_s=config.lease_s,
+                config,
                 follow=self._follow,
                 find=self._live.get,
                 room_changed=self._transfers.room_changed,
@@ -114,17 +107,13 @@ class Journeys:
         self.link = network.mean_link(config.kv_bytes_per_token)
         self._fallback = LeastLoad()
         self._parked: list[list[Journey]] = []
-        self._stranded: list[Journey] = []
         self._replicas: Mapping[int, SimulatedReplica] = {}
-        self._seconds: list[SimulatedReplica] = []
         self._num_arrived = 0
 
     def enter(self, replicas: Mapping[int, SimulatedReplica], fleet: Fleet, router: Router) -> None:
         """Take the replicas over; called once, by the cluster."""
         self._replicas, self._fleet, self._router = replicas, fleet, router
-        if any(replica.role == "prefill" for replica in replicas.values()):
-            self._seconds = [replica for replica in replicas.values() if replica.role != "prefill"]
-        self._transfers.enter(replicas)
+        self._handoffs.enter(replicas, fleet, router)
         self._fetches.enter(replicas, fleet)
         if self._migrations is not None:
             self._migrations.enter(replicas, fleet)
@@ -168,9 +157,10 @@ class Journeys:
             self._observer.arrived(request, decision, now_s)
         if not isinstance(decision, Placement):
             return
-        refusal = self._refusal(group, now_s)
-        if refusal:
-            self._observer.record(decision.replica_id, refusal)
+        refusal = self._handoffs.refusal(group)  # before anything is computed
+        if refusal is not None:
+            rejected = [Rejected(request.request_id, now_s, *refusal) for request in group]
+            self._observer.record(decision.replica_id, rejected)
             return
         journeys = [Journey(request, self._num_arrived + number) for number, request in enumerate(group)]
         self._num_arrived += len(group)
@@ -179,16 +169,6 @@ class Journeys:
             self._parked.append(journeys)
         else:
             self._send(journeys, decision, now_s)
-
-    def _refusal(self, group: Sequence[Request], now_s: float) -> list[Event]:
-        """Refuse what no replica could finish, before anything is computed; a mixed one says so itself."""
-        refusal = None
-        if self._seconds and has_second_leg(group[0], None):
-            for replica in self._seconds:
-                refusal = replica.scheduler.refusal(group[:1])
-                if refusal is None:
-                    break
-        return [] if refusal is None else [Rejected(request.request_id, now_s, *refusal) for request in group]
 
     def _send(self, journeys: Sequence[Journey], placement: Placement, now_s: float) -> None:
         """Start a leg: of new requests of one group, or of a single one that goes on."""
@@ -212,14 +192,8 @@ class Journeys:
         self._fleet.dispatched(replica.replica_id)
         for journey in journeys:
             journey.chosen_id = NOWHERE if placement.decode_id is None else placement.decode_id
-        if keep and self._transfers.config.style.reserves_ahead:
-            for journey in journeys:
-                target_id = journey.chosen_id
-                if target_id not in self._fleet:
-                    found = self._router.hand_off(RouteQuery(journey.request, now_s), self._fleet)
-                    target_id = found.replica_id if isinstance(found, Placement) else NOWHERE
-                if target_id != NOWHERE:
-                    self._ask(journey, target_id, now_s)
+            if keep:
+                self._handoffs.reserve_ahead(journey, now_s)
 
     def _compute(self, journey: Journey, fetch: Fetch, now_s: float) -> None:
         """Nothing is fetched: the request starts as it is."""
@@ -281,8 +255,12 @@ class Journeys:
         if told:
             self._observer.record(replica_id, told)
         for journey in leaving:
-            self._leave_prompt(journey, self._loop.now_s)
+            self._handoffs.leave_prompt(journey, self._loop.now_s)
         self._transfers.room_changed(replica_id, self._loop.now_s)
+
+    def _go_on(self, journey: Journey, landing: Landing | None, now_s: float) -> None:
+        """Go on with a request whose prompt is done."""
+        self._resume(journey, journey.request, landing, now_s)
 
     def _end(self, journey: Journey, now_s: float) -> None:
         """Let go of what a request has elsewhere when it ends."""
@@ -295,51 +273,6 @@ class Journeys:
         self._transfers.release_hold(journey, now_s)
         self._transfers.leave_target(journey, now_s)
 
-    # -- handoffs -----------------------------------------------------------------------------------------------------
-
-    def _leave_prompt(self, journey: Journey, now_s: float) -> None:
-        """The prompt is done and its first token is out: the KV goes to the target."""
-        departure = self._replicas[journey.replica_id].scheduler.passage.collect(journey.request_id)
-        if departure is None:
-            raise InvariantError(f"the KV of {journey.request_id} was not kept")
-        journey.carried, journey.hold = departure.carried, departure.landing
-        journey.held_by, journey.replica_id = journey.replica_id, NOWHERE
-        journey.waits_since_s, journey.num_losses, journey.turns_back = now_s, 0, False
-        if journey.landing is not None:
-            is_layerwise = self._transfers.config.style is TransferStyle.LAYERWISE
-            self._transfers.start(journey, now_s, layers_since_s=journey.prompt_began_s if is_layerwise else None)
-        elif journey.target_id == NOWHERE:
-            self._choose_target(journey, now_s)
-
-    def _choose_target(self, journey: Journey, now_s: float) -> None:
-        """Ask who goes on with a request whose prompt is done, if that is open; refused, that is its end."""
-        chosen_id, journey.chosen_id = journey.chosen_id, NOWHERE
-        if chosen_id in self._fleet:
-            self._ask(journey, chosen_id, now_s)
-            return
-        decision = self._router.hand_off(RouteQuery(journey.request, now_s), self._fleet)
-        if isinstance(decision, Placement):
-            self._ask(journey, decision.replica_id, now_s)
-        elif decision.reason is RejectReason.NO_REPLICA and self._can_fail:
-            self._stranded.append(journey)
-        else:
-            self._reject(journey, decision, now_s)
-
-    def _ask(self, journey: Journey, target_id: int, now_s: float) -> None:
-        if target_id == journey.held_by:
-            self._turn_back(journey, now_s)
-            return
-        self._transfers.ask(journey, target_id, now_s)
-        self._fleet.dispatched(target_id)
-
-    def _turn_back(self, journey: Journey, now_s: float) -> None:
-        """It goes on where its KV is; nothing is sent."""
-        if journey.hold is None:
-            return  # it was lost in the same moment
-        hold, journey.hold, journey.turns_back = journey.hold, None, False
-        journey.replica_id, journey.held_by, journey.hands_off = journey.held_by, NOWHERE, False
-        self._resume(journey, journey.request, hold, now_s)
-
     def _reject(self, journey: Journey, refusal: Refusal, now_s: float) -> None:
         self._observer.record(journey.held_by, [Rejected(journey.request_id, now_s, refusal.reason, refusal.message)])
         self._end(journey, now_s)
@@ -349,22 +282,12 @@ class Journeys:
         journey.held_by, journey.replica_id, journey.waits_since_s = journey.replica_id, NOWHERE, now_s
         journey.chosen_id, journey.turns_back = target_id, True
         self._end_copy(journey, now_s)  # it is cached from here on, and what is reserved next shares it
-        self._choose_target(journey, now_s)
+        self._handoffs.choose_target(journey, now_s)
 
     def _end_copy(self, journey: Journey, now_s: float, *, lost_id: int | None = None) -> None:
         """What was copied ahead of a request has served, or serves nobody."""
         if self._migrations is not None and journey.staged is not None:
             self._migrations.end(journey, now_s, lost_id=lost_id)
-
-    def _go_on(self, journey: Journey, landing: Landing, now_s: float) -> None:
-        """The KV is on the target: the request goes on there after the step in progress."""
-        journey.replica_id, journey.target_id, journey.hands_off = journey.target_id, NOWHERE, False
-        self._resume(journey, journey.request, landing, now_s)
-
-    def _recompute(self, journey: Journey, now_s: float) -> None:
-        """The KV did not come: the target computes it."""
-        journey.replica_id, journey.target_id, journey.hands_off = journey.target_id, NOWHERE, False
-        self._resume(journey, journey.request, None, now_s)
 
     # -- replicas that go and come ------------------------------------------------------------------------------------
 
@@ -390,7 +313,7 @@ class Journeys:
             if journey.target_id == replica_id:
                 self._transfers.target_lost(journey, now_s)
                 if journey.hold is not None and journey.held_by != replica_id:
-                    self._choose_target(journey, now_s)
+                    self._handoffs.choose_target(journey, now_s)
             if replica_id not in (journey.replica_id, journey.held_by):
                 if journey.fetch is not None and journey.fetch.source_id == replica_id:
                     self._fetches.source_lost(journey, now_s)
@@ -407,7 +330,7 @@ class Journeys:
             journey.replica_id = NOWHERE
             if journey is group[-1]:  # the others are there by now
                 self._send_again(group, now_s)
-        self._stranded = [journey for journey in self._stranded if journey.hold is not None]
+        self._handoffs.holder_lost()
         return num_hit
 
     def take_back(self, replica_id: int, now_s: float) -> None:
@@ -417,9 +340,8 @@ class Journeys:
         parked, self._parked = self._parked, []
         for group in parked:
             self._send_again(group, now_s)
-        stranded, self._stranded = self._stranded, []
-        for journey in stranded:
-            self._choose_target(journey, now_s)
+        for journey in self._handoffs.take_stranded():
+            self._handoffs.choose_target(journey, now_s)
 
     def _send_again(self, group: list[Journey], now_s: float) -> None:
         """Send requests on that no replica has, or let them wait for one."""
@@ -440,9 +362,8 @@ class Journeys:
 
     def finish(self) -> None:
         """Refuse who still waits for a replica when nothing more will happen."""
-        while self._parked or self._stranded:
-            waiting = [journey for group in self._parked for journey in group] + self._stranded
-            self._parked, self._stranded = [], []
+        while waiting := [journey for group in self._parked for journey in group] + self._handoffs.take_stranded():
+            self._parked = []
             for journey in waiting:
                 self._reject(journey, NO_REPLICA, self._loop.now_s)
             self._loop.run()  # what they held is free for others

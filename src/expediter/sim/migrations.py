@@ -19,6 +19,7 @@ from expediter.sim.journey import Journey, Staged
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.network import Network
 from expediter.sim.replica import SimulatedReplica
+from expediter.sim.transfers import TransferConfig
 
 
 class _Word(NamedTuple):
@@ -45,9 +46,8 @@ class Migrations:
         config: MigrationConfig,
         loop: EventLoop,
         network: Network,
+        transfers: TransferConfig,
         *,
-        kv_bytes_per_token: float,
-        lease_s: float,
         follow: Callable[[Journey, int, float], None],
         find: Callable[[str], Journey | None],
         room_changed: Callable[[int, float], None],
@@ -56,8 +56,7 @@ class Migrations:
         self._config = config
         self._loop = loop
         self._network = network
-        self._kv_bytes_per_token = kv_bytes_per_token
-        self._lease_s = lease_s
+        self._transfers = transfers
         self._follow = follow
         self._find = find
         self._room_changed = room_changed
@@ -121,7 +120,7 @@ class Migrations:
             journey.staged = None
             return
         num_tokens -= staged.landing.num_matched * scheduler.kv.block_size
-        num_bytes = int(num_tokens * self._kv_bytes_per_token)
+        num_bytes = int(num_tokens * self._transfers.kv_bytes_per_token)
         staged.passage = self._network.send(staged.source_id, staged.target_id, num_bytes, now_s)
         come = partial(self._come, journey, staged)
         staged.ticket = self._loop.schedule(staged.passage.end_s, EventKind.TRANSFER, journey.number, come)
@@ -167,7 +166,7 @@ class Migrations:
         if staged.ticket >= 0:
             self._loop.cancel(staged.ticket)
             if staged.source_id == lost_id:  # else it says that nothing more will come
-                until_s = now_s + self._lease_s
+                until_s = now_s + self._transfers.lease_s
         if staged.passage is not None:
             self._network.give_up(staged.passage, now_s)
         landing, target = staged.landing, self._replicas[staged.target_id]
