@@ -27,7 +27,7 @@ from expediter.core.explanation import Reason, Span
 from expediter.core.plan import StepFeatures, TokenLogprobs
 from expediter.core.request import CacheHint, Carried, FinishReason, Grammar, Request, RequestState, SamplingParams
 from expediter.core.slo import Slo
-from expediter.runtime import frames
+from expediter.runtime import frames, step_frames
 from expediter.runtime.frames import (
     AbortFrame,
     DrainFrame,
@@ -41,14 +41,10 @@ from expediter.runtime.frames import (
     decode_replica_frame,
     decode_tokens,
     encode_frame,
-    events_of,
-    requests_of,
-    resume_frame,
-    resumed_of,
-    step_frame,
-    submit_frame,
 )
 from expediter.runtime.loop import StepRecord
+from expediter.runtime.request_frames import requests_of, resume_frame, resumed_of, submit_frame
+from expediter.runtime.step_frames import events_of, step_frame
 
 STATS = Stats(num_running=1, num_waiting=2, num_pending_tokens=3, num_blocks=4, num_used_blocks=5, num_cached_blocks=6)
 
@@ -253,7 +249,7 @@ def test_damaged_frames_are_refused_or_harmless(data: st.DataObject) -> None:
     ],
 )
 def test_tokens_of_the_wrong_length(tokens: TokensFrame) -> None:
-    kind = frames._KIND_OF[TokensFrame]
+    kind = step_frames._KIND_OF[TokensFrame]
     frame = StepFrame(events=((kind, msgspec.Raw(msgspec.msgpack.encode(tokens))),), stats=STATS)
     with pytest.raises(ReplicaError):
         events_of(frame)

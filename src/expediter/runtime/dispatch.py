@@ -19,8 +19,10 @@ from expediter.core.events import Admitted, Finished, FirstToken, Preempted, Que
 from expediter.core.explanation import Span
 from expediter.core.ports import Clock
 from expediter.core.request import FinishReason, Request
-from expediter.runtime.frames import AbortFrame, ReplicaEvent, TokensFrame, decode_tokens, resume_frame, submit_frame
+from expediter.runtime.frames import AbortFrame, TokensFrame, decode_tokens
 from expediter.runtime.replica import ManagedReplica
+from expediter.runtime.request_frames import resume_frame, submit_frame
+from expediter.runtime.step_frames import ReplicaEvent
 from expediter.runtime.streams import RequestStream
 
 _MAX_NOTES: Final = 4096

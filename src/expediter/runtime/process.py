@@ -37,14 +37,13 @@ from expediter.runtime.frames import (
     Stats,
     decode_gateway_frame,
     encode_frame,
-    requests_of,
-    resumed_of,
-    step_frame,
 )
 from expediter.runtime.loop import Abort, Command, Drain, Explain, ReplicaLoop, Resume, SchedulerPort, StepRecord
 from expediter.runtime.parent import die_with_parent
 from expediter.runtime.preparation import Arrival, Prepared, PreparingInbox
+from expediter.runtime.request_frames import requests_of, resumed_of
 from expediter.runtime.spec import ReplicaSpec, decode_spec
+from expediter.runtime.step_frames import step_frame
 from expediter.scheduling.knowledge import Knowledge
 
 HEARTBEAT_S: Final = 0.5

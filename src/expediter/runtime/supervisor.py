@@ -23,12 +23,12 @@ from expediter.runtime.frames import (
     ReplicaFrame,
     Stats,
     StepFrame,
-    events_of,
 )
 from expediter.runtime.questions import Answer
 from expediter.runtime.replica import ManagedReplica, ReplicaState
 from expediter.runtime.replica_process import ReplicaProcess, to_its_end
 from expediter.runtime.spec import ReplicaSpec
+from expediter.runtime.step_frames import events_of
 from expediter.runtime.streams import RequestStream
 from expediter.telemetry.metrics import ServerMetrics
 from expediter.telemetry.shown_backend import ShownBackend
