@@ -15,6 +15,7 @@ from expediter.core.plan import StepFeatures
 from expediter.core.request import Request, RequestState
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.build import ORDERINGS, PolicyConfig, Surroundings, make_policy
+from expediter.scheduling.composition import compose
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.draft import Draft
@@ -263,9 +264,9 @@ def test_a_plan_packs_decodes_before_chunks():
     draft.add_decodes()
     draft.add_prompts()
     assert draft.budget == 0
-    plan, chunked = draft.compose(6)
-    assert chunked.states == [done, partial]
-    assert chunked.sampled == [done]
+    plan, chunks = compose(draft, 6)
+    assert chunks.states == [done, partial]
+    assert chunks.sampled == [done]
     assert plan.slots.tolist() == [3, 1, 0]
     assert plan.starts.tolist() == [3, 2, 0]
     assert plan.lengths.tolist() == [1, 3, 2]
@@ -280,6 +281,6 @@ def test_a_plan_is_a_copy_of_what_decodes():
     running = running_set(state(0, (1, 2, 3), output=(7,), slot=1))
     draft = draft_of(running, 5)
     draft.add_decodes()
-    plan, _ = draft.compose(0)
+    plan, _ = compose(draft, 0)
     running.decoding.advance(np.array([[3]], np.int32))
     assert (plan.tokens.tolist(), plan.starts.tolist()) == ([7], [3])

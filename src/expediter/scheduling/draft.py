@@ -1,22 +1,20 @@
-"""A step while it is being decided, and its composition into a plan."""
+"""A step while it is being decided."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from expediter.core.errors import InvariantError
 from expediter.core.events import Admitted, Event, PreemptCause, Preempted
 from expediter.core.explanation import Detail, Reason
-from expediter.core.plan import Admission, IntArray, StepFeatures, StepPlan
+from expediter.core.plan import Admission
 from expediter.core.request import RequestState, Status
 from expediter.kvcache.radix import NO_MATCH, PrefixMatch
 from expediter.scheduling.budget import BudgetRule
 from expediter.scheduling.config import SchedulerConfig
-from expediter.scheduling.decoding import DecodingBatch
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.memory import MemoryRule
 from expediter.scheduling.ordering.base import Ordering
@@ -34,13 +32,6 @@ class Rules:
     budget: BudgetRule
     victims: VictimRule
     preemption: PreemptionMode
-
-
-class Chunks(NamedTuple):
-    """Whom a plan's chunks are for: of each chunk, and of each token sampled from one."""
-
-    states: list[RequestState]
-    sampled: list[RequestState]
 
 
 class Draft:
@@ -321,72 +312,3 @@ class Draft:
             num_swapped = 0  # a follower has computed nothing
         self.preempted.append(state)
         self.queue_is_stuck = False
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
-
-    def compose(self, step_id: int) -> tuple[StepPlan, Chunks]:
-        """Pack the draft into a plan: decodes first, then the chunks; also return whom the chunks are for.
-
-        The arrays are copies, so that an abort while the plan is in flight cannot change them.
-        """
-        decoding = self.running.decoding
-        size = decoding.size if self.has_decodes else 0
-        entries = [(s, self.chunks[s.slot]) for s in self.running.prefilling if self.chunks.get(s.slot)]
-        columns = np.empty((3, size + len(entries)), np.int32)
-        slots, starts, lengths = columns
-        slots[:size] = decoding.slots[:size]
-        starts[:size] = decoding.counters[DecodingBatch.COMPUTED, :size]
-        lengths[:size] = 1
-        tokens = decoding.last_tokens[:size].copy()
-        sampled, sample_slots = decoding.rows[:size], slots[:size]
-        chunks = Chunks([], [])
-        attention = 0.0
-        if entries:
-            pieces = [tokens]
-            last: list[int] = []
-            for index, (state, chunk) in enumerate(entries, start=size):
-                start = state.num_computed_tokens
-                columns[:, index] = (state.slot, start, chunk)
-                pieces.append(np.frombuffer(state.token_bytes, np.int32, chunk, 4 * start))
-                attention += chunk * (start + chunk / 2)
-                chunks.states.append(state)
-                if start + chunk == state.num_known_tokens:
-                    last += [index] * len(state.members)
-                    chunks.sampled.extend(state.members)
-            tokens = np.concatenate(pieces)
-            if last:
-                sampled = np.concatenate((sampled, np.array(last, np.intp)))
-                sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
-        swap_out, swap_in = self.running.kv.swaps.take()
-        if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
-            raise InvariantError("blocks are to move, and nothing runs with them")
-        context = decoding.context_tokens if size else 0
-        features = StepFeatures(len(tokens), len(slots), size, context, attention)
-        if self.pad_to:
-            features = self._padded(features, lengths, starts)
-        plan = StepPlan(
-            step_id=step_id,
-            num_decodes=size,
-            slots=slots,
-            starts=starts,
-            lengths=lengths,
-            tokens=tokens,
-            sampled=sampled,
-            block_tables=self.running.kv.tables.ids,
-            features=features,
-            admitted=tuple(self.admitted),
-            events=self.events,
-            sample_slots=sample_slots,
-            copies=self.running.take_copies(),
-            budget_tokens=self.full_budget,
-            swap_out=swap_out,
-            swap_in=swap_in,
-        )
-        return plan, chunks
-
-    def _padded(self, features: StepFeatures, lengths: IntArray, starts: IntArray) -> StepFeatures:
-        """Count every sequence of the static batch, ended ones included, at the length of the longest."""
-        count, longest, context = self.pad_to, int(lengths.max(initial=0)), int((starts + 1).max(initial=0))
-        if features.num_decodes:
-            return StepFeatures(count, count, count, count * context, 0.0)
-        return StepFeatures(count * longest, count, 0, 0, count * longest * longest / 2)

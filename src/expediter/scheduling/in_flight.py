@@ -8,7 +8,7 @@ from expediter.core.errors import InvariantError
 from expediter.core.events import Event, FirstToken, Tokens
 from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import RequestState, Status
-from expediter.scheduling.draft import Chunks
+from expediter.scheduling.composition import Chunks
 from expediter.scheduling.explanations import Explanations
 from expediter.scheduling.knowledge import Knowledge
 from expediter.scheduling.running import RunningSet
@@ -90,17 +90,17 @@ class InFlight:
         events: list[Event],
     ) -> list[RequestState]:
         """Record what the chunks computed and append the tokens of those that caught up; return who ended."""
-        plan, chunked = self.plan, self.chunks
-        if not chunked.states:
+        plan, chunks = self.plan, self.chunks
+        if not chunks.states:
             return []
-        for index, state in enumerate(chunked.states, start=plan.num_decodes):
+        for index, state in enumerate(chunks.states, start=plan.num_decodes):
             if state.status is Status.RUNNING:  # else aborted in flight, or its KV did not arrive
                 running.compute(state, int(plan.lengths[index]) * (plan.num_steps - self._num_ahead))
-        sampled = enumerate(chunked.sampled, start=plan.num_decodes)
+        sampled = enumerate(chunks.sampled, start=plan.num_decodes)
         columns = [column for column, state in sampled if state.status is Status.RUNNING]
         if not columns:
             return []
-        caught_up = [chunked.sampled[column - plan.num_decodes] for column in columns]
+        caught_up = [chunks.sampled[column - plan.num_decodes] for column in columns]
         tokens = result.tokens[:, columns]
         for state, token in zip(caught_up, tokens[0].tolist(), strict=True):
             state.append(token)

@@ -20,6 +20,7 @@ from expediter.core.plan import StepPlan, StepResult
 from expediter.core.request import FinishReason, Request, RequestState, Status
 from expediter.kvcache.manager import KVCacheManager
 from expediter.scheduling.batching import Batching
+from expediter.scheduling.composition import compose
 from expediter.scheduling.config import SchedulerConfig
 from expediter.scheduling.draft import Draft, Rules
 from expediter.scheduling.entry import check_group, refusal_of
@@ -253,7 +254,7 @@ class Scheduler:
             draft.events[:0] = events
         for state in draft.preempted:
             live.waiting.push(state, now_s)
-        plan, chunked = draft.compose(self._next_step)
+        plan, chunks = compose(draft, self._next_step)
         # Once a prompt is complete, its share of the budget is free for others.
         live.queue_is_stuck = draft.queue_is_stuck and not draft.chunks and not self.policy.rules.ordering.may_refuse
         if not draft.queue_is_closed:
@@ -261,7 +262,7 @@ class Scheduler:
             live.explanations.turn(draft.held_by if len(live.waiting) else None, now_s)
             live.num_refused = draft.refused
         if not plan.is_empty:
-            live.step = InFlight(plan, chunked, is_full=draft.is_full)
+            live.step = InFlight(plan, chunks, is_full=draft.is_full)
             self._next_step += 1
         return plan
 
