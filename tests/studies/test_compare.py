@@ -18,7 +18,8 @@ import pytest
 from expediter.assembly.simulation import SimulationConfig, simulate
 from expediter.cli.main import main
 from expediter.core.errors import ConfigurationError
-from expediter.studies.comparison import FORMAT, Cell, Comparison, ComparisonSpec, LoadUnit, compare, num_runs
+from expediter.studies.comparison import FORMAT, Comparison, ComparisonSpec, LoadUnit, compare, num_runs
+from expediter.studies.comparison_cell import Cell
 from expediter.studies.comparison_page import comparison_page
 from expediter.studies.entries import SETTING_NAMES, parse_entries, parse_entry
 from expediter.studies.runs import TraceSpec

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from expediter.cli.again import command_again
 from expediter.cli.progress import progress_bar
-from expediter.cli.simulate import add_hardware_flags, add_limit_flags, add_trace_flags, output_file, shared_config
+from expediter.cli.simulate import output_file
+from expediter.cli.simulation_flags import add_hardware_flags, add_limit_flags, add_trace_flags, shared_config
 
 if TYPE_CHECKING:
     from rich.table import Table

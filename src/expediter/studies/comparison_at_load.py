@@ -10,7 +10,8 @@ import numpy as np
 
 from expediter.sim.report import CURVE_PERCENTS, Curve
 from expediter.sim.timeline import Timeline
-from expediter.studies.comparison import Cell, Comparison
+from expediter.studies.comparison import Comparison
+from expediter.studies.comparison_cell import Cell
 from expediter.studies.page import (
     Axis,
     Bar,

@@ -7,7 +7,8 @@ from functools import partial
 from statistics import fmean
 from typing import Final
 
-from expediter.studies.comparison import Cell, Comparison, LoadUnit
+from expediter.studies.comparison import Comparison, LoadUnit
+from expediter.studies.comparison_cell import Cell
 from expediter.studies.page import (
     Axis,
     Figure,
