@@ -139,6 +139,24 @@ def test_a_full_target_holds_prompts_back_and_everything_ends():
         assert all(r.num_output_tokens == 8 for r in records)
 
 
+def test_who_runs_alone_between_landings_and_loses_its_blocks_starts_again():
+    config = small(
+        (PREFILL, PREFILL, DECODE),
+        preset="vllm",
+        transfer="pull",
+        transfer_lease_s=0.75,
+        num_blocks=30,
+        network_bandwidth=200.0,
+        step_time=ContextTime(0.2),
+        max_num_batched_tokens=None,
+    )
+    _, _, lines = run(config, [(0.0, 56, 10), (1.0, 24, 2)], num_sequences=[2, 2])
+    (lost,) = (index for index, line in enumerate(lines) if line["event"] == "preempted")
+    again = next(line for line in lines[lost:] if line["event"] == "admitted")
+    assert again["request"] == lines[lost]["request"], "nobody younger takes what it gave up"
+    assert sum(line["event"] == "finished" for line in lines) == 4
+
+
 def test_what_no_decode_replica_could_finish_is_refused_before_anything_is_computed():
     pools = (PREFILL, PoolConfig(role="decode", num_blocks=10))
     report, _, lines = run(small(pools), [(0.0, 60, 3), (1.0, 20, 3), (2.0, 60, 1)])

@@ -177,9 +177,9 @@ class Draft:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing would run, although nobody was stopped either."""
+        """Whether nothing would run."""
         decodes = self.has_decodes and self.running.decoding.size
-        return not (decodes or self.chunks or self.admitted or self.preempted)
+        return not (decodes or self.chunks or self.admitted)
 
     @property
     def is_full(self) -> bool:

@@ -248,12 +248,12 @@ class Scheduler:
         if live.step is not None:
             raise InvariantError(f"step {live.step.plan.step_id} has not been applied")
         draft = self._fill(now_s)
-        while len(self.kv.landings) and draft.is_idle and self.passage.let_go(now_s):
+        # Beside landings even a request that runs alone may lack a block; whoever was preempted is tried at once then.
+        while len(self.kv.landings) and draft.is_idle and (self._requeue(draft, now_s) or self.passage.let_go(now_s)):
             events = draft.events
             draft = self._fill(now_s)
             draft.events[:0] = events
-        for state in draft.preempted:
-            live.waiting.push(state, now_s)
+        self._requeue(draft, now_s)
         plan, chunks = compose(draft, self._next_step)
         # Once a prompt is complete, its share of the budget is free for others.
         live.queue_is_stuck = draft.queue_is_stuck and not draft.chunks and not self.policy.rules.ordering.may_refuse
@@ -265,6 +265,14 @@ class Scheduler:
             live.step = InFlight(plan, chunks, is_full=draft.is_full)
             self._next_step += 1
         return plan
+
+    def _requeue(self, draft: Draft, now_s: float) -> bool:
+        """Let those wait again that a draft preempted; return whether there are any."""
+        for state in draft.preempted:
+            self.live.waiting.push(state, now_s)
+        if draft.preempted:
+            self.live.queue_is_stuck = False
+        return bool(draft.preempted)
 
     def _fill(self, now_s: float) -> Draft:
         live = self.live
