@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expediter.control.patience import Patience, PatienceConfig, Silence, size_of
+from expediter.control.patience import Patience, PatienceConfig, Silence, Suspicion, size_of
 from expediter.core.errors import ConfigurationError
 
 CONFIG = PatienceConfig(min_progress_s=1.0, max_progress_s=60.0, factor=4.0)
@@ -92,3 +92,24 @@ def test_limits_stay_within_their_bounds(heard, backend_id, model, silence, size
 def test_bounds_out_of_order_are_refused(fields):
     with pytest.raises(ConfigurationError):
         PatienceConfig(**fields)
+
+
+def test_who_is_silent_is_asked_later_and_later_until_it_says_something():
+    suspicion = Suspicion(1.0)
+    asked = [now / 4 for now in range(160) if suspicion.arises(0.0, now / 4)]
+    assert asked == [1.25, 3.5, 7.75, 16.0, 24.25, 32.5]
+    assert not suspicion.arises(40.0, 41.0)  # it has said something
+    assert suspicion.arises(40.0, 41.25)
+    assert not suspicion.arises(40.0, 42.5)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.booleans()), max_size=40))
+def test_nobody_is_asked_twice_in_a_moment_and_nobody_is_left_alone_for_long(steps):
+    suspicion, heard_s, asked_s, now_s = Suspicion(1.0), 0.0, 0.0, 0.0
+    for elapsed_s, speaks in steps:
+        now_s += elapsed_s
+        heard_s = now_s if speaks else heard_s
+        is_asked, since_s = suspicion.arises(heard_s, now_s), now_s - max(heard_s, asked_s)
+        assert not is_asked or since_s > 1.0
+        assert is_asked or since_s <= 8.0
+        asked_s = now_s if is_asked else asked_s

@@ -192,6 +192,18 @@ def test_one_that_is_back_gets_the_next_request_even_if_others_look_better(failu
     assert {each.state for each in door.backends.status()} == {"up"}
 
 
+def test_a_session_returns_home_from_a_trial():
+    door = Door()
+    home = door.send(prompt(first=0, session="s"))
+    home.ended(Outcome.OK, 0.0)
+    victim = next(backend for backend in door.backends if backend is not home.backend)
+    door.fail(victim.name, Failure.TIMEOUT)
+    door.clock.now_s += 1.0
+    probe(door)
+    homes = [door.send(prompt(first=5000 * number, session="s")).backend for number in range(1, 4)]
+    assert homes == [victim, home.backend, home.backend]
+
+
 def test_a_trial_is_for_a_request_that_can_be_tried_again_of_a_model_that_is_served_there():
     door, can_retry = Door(2), [False]
     door.backends.add(BackendConfig(url="http://n", name="n", models=("n",)))

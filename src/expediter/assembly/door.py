@@ -180,7 +180,7 @@ class FrontDoor:
         self._config = config
         self._tenants.replace(book)
         self._room.rearrange(self._queue(file.queue), self._tenants.weights)
-        self.backends.health.fleet.configure(file.health)
+        self.backends.health.judge.configure(file.health)
         self.listener.bound(file.door.http)
         self._parts.patience.configure(file.door.patience)
         self._parts.retry = file.door.retry

@@ -21,6 +21,8 @@ from expediter.core.errors import ConfigurationError
 from expediter.core.ranges import require_above_zero, require_at_least
 
 _FADE_S: Final = 300.0
+_MAX_PAUSE: Final = 8.0
+"""Between two questions whether somebody lives, as a multiple of the first."""
 _START_TOKENS: Final = 512
 """Of a prompt, to which the work of a short one is as good as equal."""
 _WHOLE_TOKENS: Final = 64
@@ -120,3 +122,32 @@ class Patience:
         if same_model or known:
             return max(same_model or [longest for longest, _ in known.values()])
         return self._config.usual_gap_s if silence is Silence.GAP else math.inf
+
+
+class Suspicion:
+    """When one that has requests and says nothing is to be asked whether it is there, long before it counts as hung.
+
+    It may compute a long prompt, or send a plain response at its end: each time in a row it is asked twice as late.
+
+    Args:
+        silent_s: silence after which it is asked first.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._pause_s = silent_s
+        self._asked_s = -math.inf
+
+    def arises(self, heard_s: float, now_s: float) -> bool:
+        """Return whether it is to be asked now; if so, it is taken to be.
+
+        Args:
+            heard_s: when it last said anything, or was first sent something after idling.
+        """
+        if heard_s > self._asked_s:
+            self._pause_s = self._silent_s
+        if now_s <= max(heard_s, self._asked_s) + self._pause_s:
+            return False
+        self._asked_s = now_s
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE * self._silent_s)
+        return True

@@ -83,39 +83,39 @@ class Dispatcher:
             excluded: numbers of backends that have failed it already.
         Cost: that of the router, and some microseconds; see docs/routing.md.
         """
-        models = self._fleets.get(model)
-        if models is None:
+        model_fleet = self._fleets.get(model)
+        if model_fleet is None:
             return NobodyUp(1.0, "no backend serves this model")
         if self._sharing is not None:
             self._sharing.look(now_s)
-        if self._health.fleet.awaits_trials and not excluded:
-            tried = models.on_trial(request, now_s, can_retry=self._hooks.can_retry(now_s))
+        if self._health.judge.awaits_trials and not excluded:
+            tried = model_fleet.on_trial(request, now_s, can_retry=self._hooks.can_retry(now_s))
             if tried is not None:
-                chosen = self._chosen(tried, request, model, models)
+                chosen = self._chosen(tried, request, model, model_fleet)
                 predicted_s = chosen.predicted_ttft_s
                 if predicted_s is None or not is_hopeless(request, predicted_s, now_s):
                     return chosen
-        decision = models.route(request, now_s, excluded)
+        decision = model_fleet.route(request, now_s, excluded)
         if decision is not None:
-            return self._chosen(decision, request, model, models)
-        if models.is_full(excluded):
+            return self._chosen(decision, request, model, model_fleet)
+        if model_fleet.is_full(excluded):
             return Busy()
-        return NobodyUp(min((self._back_in_s(each, now_s) for each in models.members.values()), default=1.0))
+        return NobodyUp(min((self._back_in_s(each, now_s) for each in model_fleet.members.values()), default=1.0))
 
-    def _chosen(self, decision: Placement, request: Request, model: str, models: ModelFleet) -> Chosen:
-        backend = models.members[decision.replica_id]
+    def _chosen(self, decision: Placement, request: Request, model: str, model_fleet: ModelFleet) -> Chosen:
+        backend = model_fleet.members[decision.replica_id]
         speed, predicted_s = backend.profile.speed, None
         if speed.is_known:
             num_cached = decision.num_cached_tokens
             own_s = speed.prefill_s(request.num_prompt_tokens - num_cached, num_cached)
-            predicted_s = models.fleet.queue_s(decision.replica_id) + own_s
+            predicted_s = model_fleet.fleet.queue_s(decision.replica_id) + own_s
         return Chosen(backend, decision, model, predicted_s)
 
     def _back_in_s(self, backend: Backend, now_s: float) -> float:
         """Return in how many seconds a backend that cannot be chosen may take requests."""
         if backend.up_in_s is not None:
             return backend.up_in_s()
-        return self._health.fleet.back_in_s(backend.replica_id, now_s)
+        return self._health.judge.back_in_s(backend.replica_id, now_s)
 
     def dispatched(self, chosen: Chosen, request: Request, now_s: float, *, is_stream: bool) -> Dispatch:
         """Count a request where it goes, before a byte of it is sent."""
@@ -158,7 +158,9 @@ class Dispatcher:
         backend.progress_s = now_s
         if dispatch.is_stream:
             self._settle(dispatch)
-        self._health.answered(backend, now_s)
+        # The end of a plain response comes with its beginning, and says as much unless somebody waits for news.
+        if dispatch.is_stream or not self._health.judge.is_calm:
+            self._health.answered(backend, now_s)
 
     def done(self, dispatch: Dispatch, outcome: Outcome, usage: Usage | None, now_s: float) -> None:
         """Hear of an end that the backend is not to blame for."""

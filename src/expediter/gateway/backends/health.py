@@ -22,21 +22,21 @@ class BackendHealth:
     """Tells what requests and probes say of backends.
 
     Args:
-        fleet: decides.
-        backends: by number; who is removed from it is forgotten here, too, by whoever removes it.
+        judge: decides; whoever takes a backend in or removes it tells it so.
+        backends: by number.
         events: hears of ejections and probes.
     """
 
     def __init__(
         self,
-        fleet: FleetHealth,
+        judge: FleetHealth,
         backends: Mapping[int, Backend],
         contents: Contents,
         speeds: Speeds,
         hooks: Hooks,
         events: BackendEvents | None,
     ) -> None:
-        self.fleet = fleet
+        self.judge = judge
         self._backends = backends
         self._contents = contents
         self._speeds = speeds
@@ -47,28 +47,28 @@ class BackendHealth:
 
     def began(self, backend: Backend) -> bool:
         """Hear that a request is sent to a backend; return whether it is on trial."""
-        return not self.fleet.is_calm and self.fleet.began(backend.replica_id)
+        return not self.judge.is_calm and self.judge.began(backend.replica_id)
 
     def answered(self, backend: Backend, now_s: float) -> None:
         """Hear the first byte of a response below 500."""
-        if self.fleet.is_calm:
-            self.fleet.answered(backend.replica_id, now_s)
+        if self.judge.is_calm:
+            self.judge.answered(backend.replica_id, now_s)
         else:
-            self._heard(backend, self.fleet.answered, now_s)
+            self._heard(backend, self.judge.answered, now_s)
 
     def succeeded(self, dispatch: Dispatch, now_s: float) -> None:
         """Hear that a request was answered to its end."""
         if dispatch.is_trial:
             self._tried(dispatch, succeeded=True)
-        if self.fleet.is_calm:
-            self.fleet.succeeded(dispatch.backend.replica_id, now_s)
+        if self.judge.is_calm:
+            self.judge.succeeded(dispatch.backend.replica_id, now_s)
         else:
-            self._heard(dispatch.backend, self.fleet.succeeded, now_s)
+            self._heard(dispatch.backend, self.judge.succeeded, now_s)
 
     def abandoned(self, dispatch: Dispatch) -> None:
         """Hear that a request was given up before a first byte, for reasons that say nothing about the backend."""
         if dispatch.is_trial:
-            self.fleet.abandoned(dispatch.backend.replica_id)
+            self.judge.abandoned(dispatch.backend.replica_id)
 
     def failed(self, dispatch: Dispatch, failure: Failure, now_s: float) -> None:
         """Hear that a backend has failed a request."""
@@ -76,39 +76,39 @@ class BackendHealth:
         if dispatch.is_trial:
             self._tried(dispatch, succeeded=False)
         # An own pool's supervisor knows how it is, and says so by `is_ready`.
-        if not backend.is_own and self.fleet.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
+        if not backend.is_own and self.judge.failed(backend.replica_id, failure, now_s, is_trial=dispatch.is_trial):
             self._ejected(backend, failure)
 
     # ---- probes
 
     def doubt(self, backend: Backend, now_s: float) -> None:
         """Say that a backend with requests has been silent for too long: a probe is due."""
-        self.fleet.doubt(backend.replica_id, now_s)
+        self.judge.doubt(backend.replica_id, now_s)
 
     def due_probes(self, now_s: float) -> list[Backend]:
         """Return who is to be probed now; `probed` must follow for each."""
-        due = [self._backends[replica_id] for replica_id in self.fleet.due_probes(now_s)]
+        due = [self._backends[replica_id] for replica_id in self.judge.due_probes(now_s)]
         for backend in due:
             if backend.is_own:
-                self.fleet.probed(backend.replica_id, None, now_s)
+                self.judge.probed(backend.replica_id, None, now_s)
         return [backend for backend in due if not backend.is_own]
 
     def probed(self, backend: Backend, failure: Failure | None, now_s: float) -> None:
         """Hear how a probe of a backend went, None if well."""
-        if not self.fleet.serves(backend.replica_id) and self._events is not None:
+        if not self.judge.serves(backend.replica_id) and self._events is not None:
             self._events.probed(backend.name, succeeded=failure is None)
         if failure is None:
-            self._heard(backend, lambda replica_id, at_s: self.fleet.probed(replica_id, None, at_s), now_s)
-        elif self.fleet.probed(backend.replica_id, failure, now_s):
+            self._heard(backend, lambda replica_id, at_s: self.judge.probed(replica_id, None, at_s), now_s)
+        elif self.judge.probed(backend.replica_id, failure, now_s):
             self._ejected(backend, failure)
 
     # ---- what follows
 
     def _heard(self, backend: Backend, tell: Callable[[int, float], object], now_s: float) -> None:
         """Tell something good; if that brings the backend back, there is room."""
-        was_out, did_serve = self.fleet.num_out, self.fleet.serves(backend.replica_id)
+        was_out, did_serve = self.judge.num_out, self.judge.serves(backend.replica_id)
         tell(backend.replica_id, now_s)
-        if self.fleet.num_out < was_out:
+        if self.judge.num_out < was_out:
             if not did_serve:
                 logger.info("backend %s is up again", backend.name)
             self._hooks.on_room()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Final
 
 from expediter.control.fleet import Fleet
@@ -72,7 +73,8 @@ class ModelFleet:
             return None
         self._let_in((tried_id,))
         self.is_stale = True
-        decision = self._router.route(RouteQuery(request, now_s), self.fleet)
+        # Its session stays where it is at home.
+        decision = self._router.route(RouteQuery(replace(request, session=""), now_s), self.fleet)
         return decision._replace(because=_ON_TRIAL) if isinstance(decision, Placement) else None
 
     def is_full(self, excluded: Container[int]) -> bool:

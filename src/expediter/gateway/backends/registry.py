@@ -68,9 +68,9 @@ class Backends:
         self._backends: dict[int, Backend] = {}
         self._fleets: dict[str, ModelFleet] = {}
         self._next_id = 0
-        fleet_health = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
+        judge = FleetHealth(health or HealthConfig(), np.random.default_rng(seed))
         self.contents = Contents(routing, self.speeds.tokens_ratio)
-        self.health = BackendHealth(fleet_health, self._backends, self.contents, self.speeds, self.hooks, events)
+        self.health = BackendHealth(judge, self._backends, self.contents, self.speeds, self.hooks, events)
         self.sharing = None if loads is None else Sharing(loads, self._backends, self.contents, self.hooks)
         self.dispatcher = Dispatcher(self._backends, self._fleets, self.health, self.speeds, self.hooks, self.sharing)
 
@@ -138,7 +138,7 @@ class Backends:
         self.serves(backend, ())
         self.contents.forget(backend)
         backend.is_gone = True
-        self.health.fleet.leave(backend.replica_id)
+        self.health.judge.leave(backend.replica_id)
         self.speeds.leave(backend)
         del self._backends[backend.replica_id]
         self.hooks.on_gone(backend)
@@ -152,7 +152,7 @@ class Backends:
         self._next_id += 1
         self._backends[backend.replica_id] = backend
         self.speeds.join(backend)
-        self.health.fleet.join(backend.replica_id, self._clock.now())
+        self.health.judge.join(backend.replica_id, self._clock.now())
         return backend
 
     # ---- what they say of themselves
@@ -196,7 +196,7 @@ class Backends:
         fleet = self._fleets.get(model)
         if fleet is None:
             caches = self.contents.open(model, backend.config.tokenizer)
-            fleet = self._fleets[model] = ModelFleet(make_router(self._routing, caches), self.health.fleet)
+            fleet = self._fleets[model] = ModelFleet(make_router(self._routing, caches), self.health.judge)
         fleet.join(backend)
 
     def _leave(self, model: str, backend: Backend) -> None:
@@ -210,7 +210,7 @@ class Backends:
         """See to what time alone changes; to be called some times a second."""
         self.dispatcher.settle_expected(now_s)
         self.speeds.compare(now_s)
-        if self.health.fleet.awaits_trials:
+        if self.health.judge.awaits_trials:
             self.hooks.on_room()  # who waits because all others are full may be tried there
 
     # ---- what there is to see
@@ -222,5 +222,5 @@ class Backends:
 
     def status(self) -> list[BackendStatus]:
         """Return what there is to know of each backend."""
-        now_s, health = self._clock.now(), self.health.fleet
-        return [BackendStatus.of(each, health, self.contents.num_known_tokens(each), now_s) for each in self]
+        now_s, judge = self._clock.now(), self.health.judge
+        return [BackendStatus.of(each, judge, self.contents.num_known_tokens(each), now_s) for each in self]

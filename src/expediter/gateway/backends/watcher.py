@@ -16,6 +16,7 @@ from typing import Any, Final
 import aiohttp
 
 from expediter.control.health import Failure
+from expediter.control.patience import Suspicion
 from expediter.core.errors import ReplicaError
 from expediter.core.ports import Clock
 from expediter.core.ranges import require_above_zero
@@ -26,7 +27,6 @@ from expediter.gateway.backends.registry import Backends
 logger = logging.getLogger(__name__)
 
 _UNREACHED: Final = (aiohttp.ClientError, OSError, TimeoutError, ReplicaError)
-_MAX_PATIENCE: Final = 8.0
 _NUM_AGREEING: Final = 3
 """Pages of metrics in a row that must show requests of others: in one alone they may be ours, just ended or begun."""
 
@@ -57,11 +57,19 @@ class WatchConfig:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
+    """One backend, as it is looked after.
+
+    Attributes:
+        is_asked: whether it has been asked what it serves, in vain or not.
+        others: requests of others that its last pages of metrics showed.
+        is_complained_of: it was written down that it does not answer.
+        is_subscribed: its KV events are followed.
+    """
+
     asker: Asker
+    suspicion: Suspicion
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
-    doubted_s: float = 0.0
-    patience_s: float = 0.0
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
     is_complained_of: bool = False
     is_subscribed: bool = False
@@ -201,13 +209,7 @@ class Watcher:
             self._spawn(self._probe(backend, self._watched[backend.replica_id].asker))
 
     def _doubt_if_silent(self, backend: Backend, now_s: float) -> None:
-        watched, heard_s = self._watched[backend.replica_id], backend.heard_s()
-        if heard_s > watched.doubted_s:
-            watched.patience_s = self._config.silent_s
-        if backend.live and now_s > max(heard_s, watched.doubted_s) + watched.patience_s:
-            watched.doubted_s = now_s
-            # It may compute a long prompt, or send a plain response at its end: asked twice as late the next time.
-            watched.patience_s = min(2 * watched.patience_s, _MAX_PATIENCE * self._config.silent_s)
+        if backend.live and self._watched[backend.replica_id].suspicion.arises(backend.heard_s(), now_s):
             self._backends.health.doubt(backend, now_s)
 
     def _follow(self) -> None:
@@ -217,7 +219,7 @@ class Watcher:
             self._spawn(self._leave(self._watched.pop(replica_id)))
         for replica_id, backend in here.items():
             if replica_id not in self._watched:
-                self._watched[replica_id] = watched = _Watched(Asker(backend))
+                self._watched[replica_id] = watched = _Watched(Asker(backend), Suspicion(self._config.silent_s))
                 watched.tasks.append(asyncio.create_task(self._look_after(backend, watched)))
 
     async def _leave(self, watched: _Watched) -> None:
