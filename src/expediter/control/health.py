@@ -6,11 +6,7 @@ that doubles each time, and is then asked by a probe. If nobody had listened, an
 half open, and with the first answer to a live request it is back. Nobody is ever taken out because of what a client did
 wrong.
 
-Either way the next request that it could serve goes there on trial, whatever a router would say: where requests come
-one at a time, somebody else always looks better, and it would stay away for ever. One at a time is on trial at each. It
-should be one that can be tried again elsewhere if it fails, so that its client sees no error. Trials that end well cost
-nothing; of those that do not there are a few, and then no more than a share of the requests, however many replicas are
-half open: one client after the other would have to wait for them.
+Either way the next request that it could serve goes there on trial (`control/trials.py`).
 
 Ejection must not make things worse: when more than a share of a fleet would be out, the verdicts are more likely to be
 wrong than the replicas, or the rest would break under all the load. Those who answer, if badly, are then used as if
@@ -30,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from expediter.control.trials import Trials
 from expediter.core.errors import ConfigurationError
 from expediter.core.ranges import require_above_zero, require_at_least, require_not_negative, require_share
 
@@ -58,8 +55,6 @@ class HealthState(enum.Enum):
 _AT_ONCE: Final = frozenset({Failure.CONNECT, Failure.TIMEOUT})
 _FADE_SHARE: Final = 0.01
 """Of the window, in which successes need not fade one by one."""
-_MAX_TRIALS: Final = 4.0
-"""Trials that may go badly before they are bound to a share of the requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +145,19 @@ class FleetHealth:
         self._config = config
         self._rng = rng
         self._members: dict[int, _Member] = {}
-        self._awaiting: dict[int, _Member] = {}
-        self._trials_left = _MAX_TRIALS
+        self._trials = Trials()
         self.num_out = 0
         self.generation = 0
 
     @property
     def is_calm(self) -> bool:
         """Whether everybody is up, and nobody waits for a request on trial: good news change nothing."""
-        return not self.num_out and not self._awaiting
+        return not self.num_out and not self._trials
 
     @property
     def awaits_trials(self) -> bool:
         """Whether somebody waits for a request on trial."""
-        return bool(self._awaiting)
+        return bool(self._trials)
 
     def configure(self, config: HealthConfig) -> None:
         """Judge by other rules from now on; what was thought of each stays."""
@@ -181,7 +175,7 @@ class FleetHealth:
     def leave(self, replica_id: int) -> None:
         """Forget a replica."""
         member = self._members.pop(replica_id, None)
-        self._awaiting.pop(replica_id, None)
+        self._trials.called_off(replica_id)
         self.generation += 1
         if member is not None and member.state is not HealthState.UP:
             self.num_out -= 1
@@ -210,12 +204,9 @@ class FleetHealth:
             Whether it is the one that tries if the replica is well again. `succeeded`, `failed` or, for such a one,
             `abandoned` follows.
         """
-        member = self._awaiting.pop(replica_id, None)
-        if member is None:
-            self._trials_left = min(_MAX_TRIALS, self._trials_left + self._config.max_trial_share)
+        if not self._trials.began(replica_id, self._config.max_trial_share):
             return False
-        self._trials_left = max(0.0, self._trials_left - 1)
-        member.is_tried = True
+        self._members[replica_id].is_tried = True
         return True
 
     def answered(self, replica_id: int, now_s: float) -> None:
@@ -227,7 +218,7 @@ class FleetHealth:
         member.is_asked = False  # whatever a probe says after this, it is older news
         if member.is_tried:
             member.is_tried = False
-            self._trials_left = min(_MAX_TRIALS, self._trials_left + 1)
+            self._trials.cost_nothing()
         if member.state is not HealthState.UP:
             self._bring_back(replica_id, member, now_s)
 
@@ -274,8 +265,8 @@ class FleetHealth:
         member = self._members.get(replica_id)
         if member is not None and member.is_tried:
             member.is_tried = False
-            self._awaiting[replica_id] = member
-            self._trials_left = min(_MAX_TRIALS, self._trials_left + 1)
+            self._trials.awaited(replica_id, member.cleared_s)
+            self._trials.cost_nothing()
 
     # ---- probes
 
@@ -288,7 +279,7 @@ class FleetHealth:
             member.until_s = now_s
             self.num_out += 1
             self.generation += 1
-            self._awaiting.pop(replica_id, None)
+            self._trials.called_off(replica_id)
 
     def due_probes(self, now_s: float) -> list[int]:
         """Return who is to be probed; from now on they count as asked, and `probed` must say what came of it."""
@@ -323,7 +314,7 @@ class FleetHealth:
             else:
                 member.is_cleared = True
             member.cleared_s = now_s
-            self._awaiting[replica_id] = member
+            self._trials.awaited(replica_id, now_s)
         return False
 
     # ---- who gets requests
@@ -334,13 +325,7 @@ class FleetHealth:
         Args:
             can_retry: whether the request can be tried again elsewhere if it fails.
         """
-        if self._trials_left >= 1:
-            for replica_id, member in self._awaiting.items():
-                if replica_id in replica_ids and (
-                    can_retry or now_s >= member.cleared_s + self._config.max_trial_wait_s
-                ):
-                    return replica_id
-        return None
+        return self._trials.due(replica_ids, now_s if can_retry else now_s - self._config.max_trial_wait_s)
 
     def usable(self, replica_ids: Sequence[int]) -> Sequence[int]:
         """Return who of those that could serve a request may get it; never nobody, if there is anybody.
@@ -387,7 +372,7 @@ class FleetHealth:
         member.state = HealthState.EJECTED
         member.is_unreachable = failure is Failure.CONNECT
         member.is_doubted = member.is_cleared = member.is_tried = False
-        self._awaiting.pop(replica_id, None)
+        self._trials.called_off(replica_id)
 
     def _bring_back(self, replica_id: int, member: _Member, now_s: float) -> None:
         self.num_out -= 1
@@ -397,7 +382,7 @@ class FleetHealth:
         member.is_doubted = member.is_cleared = member.is_tried = member.is_unreachable = False
         member.num_failures_in_a_row = 0
         member.num_ok = member.num_failed = 0.0
-        self._awaiting.pop(replica_id, None)
+        self._trials.called_off(replica_id)
 
     def _fade(self, member: _Member, now_s: float) -> None:
         elapsed_s = now_s - member.faded_s
