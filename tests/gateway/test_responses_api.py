@@ -135,7 +135,6 @@ def test_an_empty_answer_is_an_empty_text(tools_server: LiveServer) -> None:
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),

@@ -65,7 +65,7 @@ def test_bad_numbers_are_refused_by_name(server: LiveServer, path: str, field: s
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", 2.5), ("top_p", 0), ("top_p", 1.1), ("min_p", 1.5), ("repetition_penalty", 0)],
+        *[("temperature", 2.5), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 1.5), ("repetition_penalty", 0)],
         *[("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"3": 101})],
         *[("logit_bias", {"three": 1}), ("logit_bias", {"300": 1}), ("logit_bias", {"-1": 1})],
         *[("logit_bias", {str(i): 0 for i in range(2000)})],

@@ -28,10 +28,11 @@ TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-class StreamOptions(msgspec.Struct):
-    """OpenAI's option, and vLLM's second one: usage in every chunk."""
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's options, and vLLM's: usage in every chunk. Nothing is obfuscated here."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -103,7 +104,7 @@ class GenerationBody(TermsBody, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -141,6 +142,9 @@ class GenerationBody(TermsBody, kw_only=True):
     spaces_between_special_tokens: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
 
 
 _OFF: Final[dict[str, tuple[Any, ...]]] = {
@@ -173,11 +177,19 @@ _OFF: Final[dict[str, tuple[Any, ...]]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "include": ([],),
     "max_tool_calls": (),
-    "reasoning": ({},),
+    "reasoning": ({}, {"effort": "none"}),
     "truncation": ("disabled",),
-    "thinking": ({"type": "disabled"},),
+    "moderation": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "access_programs": (),
+    "background_options": ({},),
+    "image": (),
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "diagnostics": (),
+    "inference_geo": (),
+    "speed": ("standard",),
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
@@ -229,11 +241,16 @@ def decode_body(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 def _refuse_unsupported(body: msgspec.Struct) -> None:
     for name, switched_off in refused_fields(type(body)).items():
-        value = getattr(body, name)
+        value = _without_nulls(getattr(body, name))
         if value is None or any(type(value) is type(off) and value == off for off in switched_off):
             continue
         instead = f": {_INSTEAD[name]} has taken its place" if name in _INSTEAD else ""
         raise bad_request(f"{name} is not supported{instead}", name)
+
+
+def _without_nulls(value: object) -> object:
+    """Return a value that says nothing where it says null, which encoders write for what was never given."""
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 @cache

@@ -24,10 +24,13 @@ class ContentPart(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """What a call calls; `arguments` is the text of a JSON object."""
+    """What a call calls; `arguments` is the text of a JSON object. "" stands for none, as clients write it."""
 
     name: FunctionName
     arguments: str
+
+    def __post_init__(self) -> None:
+        self.arguments = self.arguments or "{}"
 
 
 class ToolCall(msgspec.Struct):

@@ -31,6 +31,8 @@ from expediter.runtime.supervisor import Supervisor
 _CONTEXT_TOKENS: Final = 8
 """End of the prompt that a detokenizer may want to see."""
 _INT64: Final = 2**63
+_MIN_TOP_P: Final = 1e-6
+"""Nothing but the best token; what a `top_p` of 0 means to other servers."""
 
 Result = TypeVar("Result")
 
@@ -273,7 +275,7 @@ class Service:
     def _sampling(self, body: GenerationBody, num_alternatives: int | None) -> SamplingParams:
         params = SamplingParams(
             temperature=_or(body.temperature, 1.0),
-            top_p=_or(body.top_p, 1.0),
+            top_p=max(_or(body.top_p, 1.0), _MIN_TOP_P),
             top_k=_or(body.top_k, 0),
             min_p=_or(body.min_p, 0.0),
             seed=body.seed,

@@ -66,5 +66,8 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, RequestError) as error:
         told = to_api_error(error)
-        told.param = names.get(told.param or "", told.param)
+        name = names.get(told.param or "")
+        if name is not None:
+            told.message = told.message.replace(f"{told.param}: ", f"{name}: ", 1)
+            told.param = name
         raise told from error

@@ -19,7 +19,7 @@ from expediter.gateway.service import Service
 
 _MESSAGES: Final = msgspec.json.Decoder(MessagesBody)
 _PROMPT: Final = msgspec.json.Decoder(PromptBody)
-_PARAMS: Final = {"stop": "stop_sequences"}
+_PARAMS: Final = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class MessagesApi:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from expediter.gateway.bodies import MAX_STOPS, PositiveInt, StopString, TermsBody
+from expediter.gateway.bodies import MAX_STOPS, JsonSchema, JsonSchemaFormat, PositiveInt, StopString, TermsBody
 from expediter.gateway.chat_body import (
     MAX_TOOLS,
     CalledFunction,
@@ -82,6 +82,19 @@ class MessagesMetadata(msgspec.Struct):
     user_id: str | None = None
 
 
+class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text of the answer has to be; no model here knows efforts."""
+
+    format: SchemaFormat | None = None
+    effort: None = None
+
+
 class PromptBody(TermsBody, kw_only=True):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
@@ -89,7 +102,13 @@ class PromptBody(TermsBody, kw_only=True):
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = None
+    # Fields that change nothing: who the client is, and what is to be cached.
+    cache_control: Any = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
     # Fields that are refused unless they are off: see `bodies._OFF`.
+    speed: Any = None
     thinking: Any = None
     mcp_servers: Any = None
     context_management: Any = None
@@ -121,12 +140,14 @@ class MessagesBody(PromptBody, kw_only=True):
     max_tokens: PositiveInt
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = None
     # Fields that are refused unless they are off: see `bodies._OFF`.
     container: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
     service_tier: Any = None
 
     def chat(self) -> ChatBody:
@@ -138,6 +159,7 @@ class MessagesBody(PromptBody, kw_only=True):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            response_format=_response_format(self.output_config),
         )
 
 
@@ -166,6 +188,11 @@ def _messages(message: MessageParam) -> list[Message]:
     if texts or calls or not results:
         results.append(Message(role=message.role, content="".join(texts), tool_calls=calls or None))
     return results
+
+
+def _response_format(config: OutputConfig | None) -> JsonSchemaFormat | None:
+    given = None if config is None else config.format
+    return None if given is None else JsonSchemaFormat(JsonSchema("output", given.schema))
 
 
 def _text(content: str | list[TextBlock]) -> str:

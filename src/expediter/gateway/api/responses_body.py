@@ -25,6 +25,17 @@ from expediter.gateway.errors import ApiError, bad_request
 
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text"})
 Role = Literal["system", "developer", "user", "assistant"]
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What a response may have beside the usual; all but the first are of items that never occur here."""
 
 
 class InputPart(msgspec.Struct):
@@ -100,7 +111,7 @@ class ResponsesBody(TermsBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: PositiveInt | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -108,6 +119,7 @@ class ResponsesBody(TermsBody, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
+    include: list[Includable] | None = None
     # Fields that say something of the client, and change nothing.
     user: str | None = None
     safety_identifier: str | None = None
@@ -118,11 +130,24 @@ class ResponsesBody(TermsBody, kw_only=True):
     conversation: Any = None
     background: Any = None
     prompt: Any = None
-    include: Any = None
     max_tool_calls: Any = None
     reasoning: Any = None
     truncation: Any = None
     service_tier: Any = None
+    access_programs: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    image: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Logprobs asked for per token, None for none at all."""
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            return self.top_logprobs or 0
+        return None
 
     def chat(self) -> ChatBody:
         """Return the chat completion that this stands for.
@@ -137,8 +162,8 @@ class ResponsesBody(TermsBody, kw_only=True):
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            logprobs=True if self.top_logprobs else None,
-            top_logprobs=self.top_logprobs or None,
+            logprobs=None if self.num_alternatives is None else True,
+            top_logprobs=self.num_alternatives,
             response_format=_response_format(self.text),
             tools=[_tool(tool) for tool in self.tools or ()],
             tool_choice=_named(choice) if isinstance(choice, NamedFunctionTool) else choice,

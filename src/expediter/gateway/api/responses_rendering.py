@@ -84,8 +84,9 @@ class ResponsesRendering:
         part = item["content"][0]
         part["text"] += delta.text
         logprobs = []
-        if self._body.top_logprobs and delta.logprobs:
-            logprobs = logprob_entries(self._vocabulary, delta, self._body.top_logprobs)
+        num_alternatives = self._body.num_alternatives
+        if num_alternatives is not None and delta.logprobs:
+            logprobs = logprob_entries(self._vocabulary, delta, num_alternatives)
             part["logprobs"] += logprobs
         yield self._event("response.output_text.delta", **self._place(), delta=delta.text, logprobs=logprobs)
 
