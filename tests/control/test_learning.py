@@ -1,11 +1,13 @@
 """What is thought of the speed of replicas that nobody can look into."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expediter.control.learning import Answer, LearnedTtft, alike, hopeful
+from expediter.control.learning import Answer, LearnedTtft, Rivals
 from expediter.control.speed import Speed
 
 speeds = st.builds(
@@ -64,28 +66,58 @@ def test_whatever_is_observed_the_speed_is_usable(observed):
     assert speed.token_s > 0
 
 
-@given(speeds, st.lists(speeds, min_size=1, max_size=4), st.floats(0, 1e4))
-def test_hope_makes_nobody_slower_and_nobody_faster_than_the_fastest(speed, rivals, unheard_s):
-    thought = hopeful(speed, rivals, unheard_s)
-    for part in ("overhead_s", "token_s", "decode_s", "step_s"):
-        own, best = getattr(speed, part), min(getattr(each, part) for each in rivals)
-        assert min(own, best) * (1 - 1e-9) <= getattr(thought, part) <= own
-    if unheard_s <= 30:
-        assert thought == speed
+PARTS = ("step_s", "overhead_s", "token_s", "decode_s")
 
 
-@given(speeds, st.floats(0.75, 1.3), st.floats(1, 1e5))
-def test_those_who_hardly_differ_are_equal(speed, factor, num_tokens):
-    other = Speed(
-        step_s=speed.step_s * factor,
-        token_s=speed.token_s * factor,
-        decode_s=speed.decode_s * factor,
-        overhead_s=speed.overhead_s * factor,
-        is_known=True,
-    )
-    assert alike(speed, [other], num_tokens) == alike(other, [speed], num_tokens)
+def by_definition(speed, others, unheard_s, num_tokens):
+    """What to think of a speed beside others, one pair after the other."""
+
+    def first_s(each):
+        return each.overhead_s + each.prefill_s(num_tokens, 0)
+
+    hoped = speed
+    if unheard_s > 30 and others:
+        kept = 0.5 ** ((unheard_s - 30) / 30)
+        best = {part: min(getattr(each, part) for each in others) for part in PARTS}
+        hoped = replace(
+            speed, **{part: min(own, best[part] + (own - best[part]) * kept) for part, own in parts_of(speed).items()}
+        )
+    own_s = first_s(hoped)
+    close = [hoped, *(each for each in others if own_s / 1.4 <= first_s(each) <= own_s * 1.4)]
+    return {part: sum(getattr(each, part) for each in close) / len(close) for part in PARTS}
+
+
+def parts_of(speed):
+    return {part: getattr(speed, part) for part in PARTS}
+
+
+@given(st.lists(speeds, min_size=1, max_size=6), st.floats(0, 1e4), st.floats(1, 1e5))
+def test_what_to_think_of_each_is_what_pairs_of_them_say(known, unheard_s, num_tokens):
+    rivals = Rivals(known, num_tokens)
+    for place, speed in enumerate(known):
+        others = [each for other, each in enumerate(known) if other != place]
+        thought = parts_of(rivals.thought(speed, unheard_s))
+        assert thought == pytest.approx(by_definition(speed, others, unheard_s, num_tokens), rel=1e-9, abs=1e-15)
+
+
+@given(speeds, st.floats(0, 1e4))
+def test_hope_makes_nobody_slower_and_nobody_faster_than_the_fastest(speed, unheard_s):
+    fast = Speed(**{part: value / 100 for part, value in parts_of(speed).items()}, is_known=True)
+    thought = Rivals([speed, fast], 512).thought(speed, unheard_s)
+    for part, own in parts_of(speed).items():
+        assert getattr(fast, part) * (1 - 1e-9) <= getattr(thought, part) <= own * (1 + 1e-9)
+
+
+@given(speeds, st.lists(st.floats(0.85, 1.15), min_size=1, max_size=20), st.floats(1, 1e5))
+def test_those_who_hardly_differ_are_equal_to_the_last_bit(speed, factors, num_tokens):
+    known = [
+        Speed(**{part: value * each for part, value in parts_of(speed).items()}, is_known=True) for each in factors
+    ]
+    rivals = Rivals(known, num_tokens)
+    assert len({rivals.thought(each, 0.0) for each in known}) == 1
 
 
 def test_those_who_differ_stay_apart():
     fast, slow = Speed(token_s=1e-5, step_s=0.0), Speed(token_s=1e-4, step_s=0.0)
-    assert (alike(fast, [slow], 512), alike(slow, [fast], 512)) == (fast, slow)
+    rivals = Rivals([slow, fast], 512)
+    assert (rivals.fastest, rivals.thought(fast, 0.0), rivals.thought(slow, 0.0)) == (fast, fast, slow)

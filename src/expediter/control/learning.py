@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -145,54 +146,76 @@ class LearnedTtft:
 
 
 _SURE_S: Final = 30.0
-
-
-def hopeful(speed: Speed, rivals: Sequence[Speed], unheard_s: float) -> Speed:
-    """Return what to think of a replica's speed that has said nothing for some time.
-
-    One that was slow once gets nothing while others are free, and would never be seen to have recovered. So after 30 s
-    the gap to the fastest of its rivals halves every 30 s, until it is tried again and says for itself.
-    """
-    if not rivals or unheard_s <= _SURE_S:
-        return speed
-    kept: float = 0.5 ** ((unheard_s - _SURE_S) / _SURE_S)
-
-    def closer(own: float, best: float) -> float:
-        return min(own, best + (own - best) * kept)
-
-    return replace(
-        speed,
-        step_s=closer(speed.step_s, min(each.step_s for each in rivals)),
-        overhead_s=closer(speed.overhead_s, min(each.overhead_s for each in rivals)),
-        token_s=closer(speed.token_s, min(each.token_s for each in rivals)),
-        decode_s=closer(speed.decode_s, min(each.decode_s for each in rivals)),
-    )
-
-
 _ALIKE: Final = 1.4
 """Two replicas that are equal may seem to differ by so much, from what they happened to be sent."""
 
+_Parts = tuple[float, float, float, float]
 
-def alike(speed: Speed, rivals: Sequence[Speed], num_tokens: float) -> Speed:
-    """Return a replica's speed, averaged with those of its rivals that hardly differ.
 
-    Otherwise the one of two equal replicas that seems a little faster would get every prompt that nobody holds, until
-    its cache overflows.
+def _parts(speed: Speed) -> _Parts:
+    return speed.step_s, speed.overhead_s, speed.token_s, speed.decode_s
+
+
+def _with_parts(speed: Speed, parts: Sequence[float]) -> Speed:
+    step_s, overhead_s, token_s, decode_s = parts
+    return replace(speed, step_s=step_s, overhead_s=overhead_s, token_s=token_s, decode_s=decode_s)
+
+
+def _means(speeds: Sequence[Speed]) -> list[float]:
+    # fsum does not depend on the order: replicas that are alike have equal speeds to the last bit.
+    return [math.fsum(column) / len(speeds) for column in zip(*map(_parts, speeds), strict=True)]
+
+
+class Rivals:
+    """Replicas that compete for the same requests, and what to think of the speed of each beside the others.
+
+    *Hope:* one that was slow once gets nothing while others are free, and would never be seen to have recovered. So
+    after 30 s of silence its gap to the fastest halves every 30 s, until it is tried again and says for itself.
+
+    *Likeness:* those that hardly differ count as equally fast, as the mean of them. Otherwise the one of two equal
+    replicas that seems a little faster would get every prompt that nobody holds, until its cache overflows.
 
     Args:
+        speeds: as learned, of all who are known; they differ in what is learned only.
         num_tokens: of a typical prompt, for which they are compared.
+    Cost: O(n log n) to think of all n of them where most are alike.
     """
 
-    def first_s(each: Speed) -> float:
-        return each.overhead_s + each.prefill_s(num_tokens, 0)
+    def __init__(self, speeds: Sequence[Speed], num_tokens: float) -> None:
+        self._num_tokens = num_tokens
+        self._speeds = sorted(speeds, key=self._first_s)
+        self._firsts_s = [self._first_s(each) for each in self._speeds]
+        self._best = [min(column) for column in zip(*map(_parts, speeds), strict=True)]
+        self._mean_of: dict[tuple[int, int], Speed] = {}
 
-    own_s = first_s(speed)
-    close = [speed, *(each for each in rivals if own_s <= _ALIKE * first_s(each) and first_s(each) <= _ALIKE * own_s)]
-    # fsum does not depend on the order: replicas that are alike have equal speeds to the last bit.
-    return replace(
-        speed,
-        step_s=math.fsum(each.step_s for each in close) / len(close),
-        overhead_s=math.fsum(each.overhead_s for each in close) / len(close),
-        token_s=math.fsum(each.token_s for each in close) / len(close),
-        decode_s=math.fsum(each.decode_s for each in close) / len(close),
-    )
+    @property
+    def fastest(self) -> Speed | None:
+        """The one that computes a typical prompt soonest, None if nobody is known."""
+        return self._speeds[0] if self._speeds else None
+
+    def thought(self, speed: Speed, unheard_s: float) -> Speed:
+        """Return what to think of one of them that has said nothing for some time.
+
+        Args:
+            speed: the very one that was given.
+        """
+        hoped = self._hoped(speed, unheard_s)
+        first_s = self._first_s(hoped)
+        place = bisect_left(self._firsts_s, first_s / _ALIKE), bisect_right(self._firsts_s, first_s * _ALIKE)
+        close = self._speeds[slice(*place)]
+        if hoped is not speed:
+            return _with_parts(speed, _means([hoped, *(each for each in close if each is not speed)]))
+        mean = self._mean_of.get(place)
+        if mean is None:
+            mean = self._mean_of[place] = _with_parts(speed, _means(close))
+        return mean
+
+    def _hoped(self, speed: Speed, unheard_s: float) -> Speed:
+        if unheard_s <= _SURE_S:
+            return speed
+        kept: float = 0.5 ** ((unheard_s - _SURE_S) / _SURE_S)
+        parts = zip(_parts(speed), self._best, strict=True)
+        return _with_parts(speed, [min(own, best + (own - best) * kept) for own, best in parts])
+
+    def _first_s(self, speed: Speed) -> float:
+        return speed.overhead_s + speed.prefill_s(self._num_tokens, 0)

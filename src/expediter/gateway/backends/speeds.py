@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from expediter.control.learning import Answer, LearnedTtft, alike, hopeful
+from expediter.control.learning import Answer, LearnedTtft, Rivals
 from expediter.control.speed import Speed
 from expediter.gateway.backends.backend import Backend, Dispatch, Usage
 
@@ -15,7 +14,8 @@ _A_PROMPT: Final = 512.0
 _LEARN_EVERY_S: Final = 0.05
 """Per backend, once its speed is known: however many answer, learning costs next to nothing."""
 _COMPARE_EVERY_S: Final = 0.05
-"""Comparing costs more than learning."""
+_COMPARE_ONE_EVERY_S: Final = 1e-3
+"""Comparing costs more than learning: some 40 us for each backend, so it is done the less often the more there are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Speeds:
     def __init__(self) -> None:
         self._learners: dict[int, _Learner] = {}
         self._typical_tokens = _A_PROMPT
-        self._compared_s = -_COMPARE_EVERY_S
+        self._compare_s = 0.0
 
     def join(self, backend: Backend) -> None:
         self._learners[backend.replica_id] = _Learner(backend)
@@ -52,6 +52,7 @@ class Speeds:
         learner = self._learners.get(backend.replica_id)
         if learner is not None:
             learner.learned = LearnedTtft()
+            self._compare_s = 0.0
 
     def tokens_ratio(self, backend: Backend) -> float:
         """Return how many tokens of the door's there are to one of the backend's."""
@@ -79,31 +80,37 @@ class Speeds:
         elapsed_s = dispatch.first_byte_s - dispatch.at_s
         answer = Answer(dispatch.num_ahead, num_new, dispatch.num_beside, num_output, elapsed_s)
         learner.learned.observe(answer)
-        if dispatch.first_byte_s >= self._compared_s + _COMPARE_EVERY_S:
-            self.compare(dispatch.first_byte_s)
+        self.compare(dispatch.first_byte_s)
 
     def compare(self, now_s: float) -> None:
-        """Say what to think of everybody, as seen beside its rivals.
+        """Say what to think of everybody, as seen beside its rivals, unless that was done a moment ago.
 
         Those who differ by no more than what is learned may be wrong by are taken to be equally fast. Who was slow and
         has said nothing for long looks better with time, and who is new looks like the fastest: so both are tried.
         """
-        self._compared_s = now_s
+        if now_s < self._compare_s:
+            return
+        self._compare_s = now_s + max(_COMPARE_EVERY_S, _COMPARE_ONE_EVERY_S * len(self._learners))
         known = {each: each.learned.speed() for each in self._learners.values() if each.learned.is_enough}
         if not known:
             return
-        for learner in self._learners.values():
-            rivals = [speed for other, speed in known.items() if other is not learner and _compete(learner, other)]
-            own = known.get(learner)
-            if own is not None:
-                _say(learner.backend, self._thought(own, rivals, now_s - learner.heard_s))
-            elif rivals:
-                fastest = min(rivals, key=lambda speed: speed.prefill_s(self._typical_tokens, 0) + speed.overhead_s)
-                _say(learner.backend, replace(fastest, is_known=False))
+        for models, those in self._by_models().items():
+            serving = [speed for each, speed in known.items() if not models.isdisjoint(each.backend.models)]
+            rivals = Rivals(serving, self._typical_tokens)
+            for learner in those:
+                own = known.get(learner)
+                if own is not None:
+                    _say(learner.backend, rivals.thought(own, now_s - learner.heard_s))
+                elif rivals.fastest is not None:
+                    _say(learner.backend, replace(rivals.fastest, is_known=False))
 
-    def _thought(self, own: Speed, rivals: Iterable[Speed], unheard_s: float) -> Speed:
-        rivals = list(rivals)
-        return alike(hopeful(own, rivals, unheard_s), rivals, self._typical_tokens)
+    def _by_models(self) -> dict[frozenset[str], list[_Learner]]:
+        """Return those who serve anything by what they serve: they have the same rivals."""
+        found: dict[frozenset[str], list[_Learner]] = {}
+        for learner in self._learners.values():
+            if learner.backend.models:
+                found.setdefault(frozenset(learner.backend.models), []).append(learner)
+        return found
 
 
 def _say(backend: Backend, speed: Speed) -> None:
@@ -112,7 +119,3 @@ def _say(backend: Backend, speed: Speed) -> None:
     backend.profile = replace(backend.profile, speed=speed)
     for seat in backend.seats:
         seat.fleet.learned(backend.replica_id, speed)
-
-
-def _compete(one: _Learner, other: _Learner) -> bool:
-    return not set(one.backend.models).isdisjoint(other.backend.models)
