@@ -77,6 +77,7 @@ def test_backends_come_and_go_with_their_tables(mocks: list[MockBackend]) -> Non
             assert await asyncio.to_thread(reload, door, table(mocks[1])) == {"reloaded": True, "after_restart": []}
             assert names(door) == ["mock1"]
             await until(lambda: door.get("/ready").status == 200)
+            assert door.get("/ready").json == {"ready": True, "backends": {"mock1": "up"}, "replicas": {}}
             all_do(mocks)
             assert (await ask(door.port, chat("at the new one"))).is_good
             assert len(mocks[1].work) == 1

@@ -11,6 +11,7 @@ from live_server import LiveServer, start_fake_server
 
 from expediter.gateway.app import own_routes
 from expediter.gateway.door.door import OPEN_PATHS
+from expediter.gateway.door.pages import Pages
 from expediter.gateway.observation import Observation
 from expediter.gateway.tenants import TenantBook
 
@@ -34,9 +35,10 @@ def status(server: LiveServer, method: str, path: str, **headers: str) -> int:
 
 def routes() -> list[str]:
     """Every registered route; handlers are bound, not called."""
-    own = own_routes(None, None, None)  # type: ignore[arg-type]
+    own = own_routes(None, None)  # type: ignore[arg-type]
+    pages = Pages(None, None, dict).routes()  # type: ignore[arg-type]
     seen = Observation(None, None, None, None).routes()  # type: ignore[arg-type]
-    return [route.path.replace("{name:path}", "fake") for route in (*own, *seen)]
+    return [route.path.replace("{name:path}", "fake") for route in (*own, *pages, *seen)]
 
 
 def test_every_route_needs_a_key(locked: LiveServer) -> None:

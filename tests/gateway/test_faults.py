@@ -127,7 +127,8 @@ def test_a_stalled_replica_is_not_ready_and_is_replaced(model_folder: Path) -> N
         wait_until(lambda: bool(stream.raw))
         os.kill(victim, signal.SIGSTOP)
         wait_until(lambda: server.get("/ready").status == 503, what="not ready")
-        assert server.get("/ready").json["replicas"] == {"0": "stalled"}
+        told = server.get("/ready").json
+        assert told == {"ready": False, "backends": {"own": "ejected"}, "replicas": {"0": "stalled"}}
         assert server.get("/health").status == 200
         assert server.complete("x").status == 503
         wait_until(lambda: server.get("/ready").status == 200, what="ready again")

@@ -50,7 +50,7 @@ PATHS = sorted(path for path in OWN_OPERATIONS if path not in ("/metrics", "/ope
 
 def test_every_route_is_described(server: LiveServer) -> None:
     served = server.get("/openapi.json").json
-    own = [route.path.replace("{name:path}", "{name}") for route in own_routes(None, None, None)]  # type: ignore[arg-type]
+    own = [route.path.replace("{name:path}", "{name}") for route in own_routes(None, None)]  # type: ignore[arg-type]
     assert set(served["paths"]) == set(OWN_OPERATIONS) > set(own)
     assert served["components"]["schemas"]["ChatBody"]["properties"]["audio"] == {"enum": [None]}
     for path, operation in OWN_OPERATIONS.items():

@@ -67,6 +67,7 @@ class OwnPool:
         models: names that clients may use for what they serve.
         registry: of their metrics.
         max_requests: that they have at once, running and waiting; more wait in the central queue.
+        max_model_len: longest prompt and output together, in tokens.
         ordering: of their queues; that of the central queue, too, unless the file says another.
         recent: which of their requests a client means by a name.
     """
@@ -78,6 +79,7 @@ class OwnPool:
     supervisor: Supervisor
     registry: CollectorRegistry
     max_requests: int
+    max_model_len: int
     ordering: str
     recent: RecentRequests
 
@@ -149,9 +151,10 @@ class FrontDoor:
                 lambda: own.supervisor.is_ready,
                 up_in_s=own.supervisor.up_in_s,
                 max_requests=own.max_requests,
+                max_model_len=own.max_model_len,
             )
-        pages = [] if own is not None and not config.all_backends else Pages(self.backends, drain).routes()
-        routes = [*self._observing.main.routes(), *pages]
+        pages = Pages(self.backends, drain, self._replicas)
+        routes = [*self._observing.main.routes(), *pages.routes()]
         described = [*routes, *([] if own is None else own.app.routes)]
         operations = OPERATIONS if own is None else own.operations
         openapi = openapi_route(described, operations, sorted(MODEL_PATHS) if config.all_backends else ())
@@ -189,6 +192,11 @@ class FrontDoor:
         if self._own is not None and file.weights != self._weights_at_start:
             after_restart.append("weights of tenants inside our own replicas")
         return after_restart
+
+    def _replicas(self) -> dict[str, str]:
+        """Return the state of each replica of our own."""
+        states = {} if self._own is None else self._own.supervisor.states
+        return {str(number): state.value for number, state in states.items()}
 
     def _shown(self) -> list[ShownBackend]:
         return self._observing.shown()

@@ -166,12 +166,13 @@ async def _serve(config: ServeConfig, announce: Callable[[str], None], replica_c
                 drain = Drain(supervisor.start_took_s)
                 own = OwnPool(
                     name=OWN_BACKEND,
-                    app=build_app(service, step_log, drain),
+                    app=build_app(service, step_log),
                     operations=OWN_OPERATIONS,
                     models=config.model_names,
                     supervisor=supervisor,
                     registry=metrics.registry,
                     max_requests=_max_requests(config, len(hellos)),
+                    max_model_len=service.config.max_model_len,
                     ordering=config.preset.policy.ordering,
                     recent=service.recent,
                 )

@@ -14,13 +14,12 @@ from expediter.gateway.api.responses import ResponsesApi
 from expediter.gateway.api.status import StatusApi
 from expediter.gateway.api.tokens import TokensApi
 from expediter.gateway.delivery import CLIENT_CLOSED_REQUEST, ClientGoneError
-from expediter.gateway.door.drain import Drain
 from expediter.gateway.errors import ERROR_HANDLERS
 from expediter.gateway.service import Service
 from expediter.telemetry.step_log import StepLog
 
 
-def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]:
+def own_routes(service: Service, step_log: StepLog) -> list[Route]:
     """Return the routes of all APIs over own replicas."""
     apis = (
         CompletionsApi(service),
@@ -28,15 +27,15 @@ def own_routes(service: Service, step_log: StepLog, drain: Drain) -> list[Route]
         ResponsesApi(service),
         MessagesApi(service),
         TokensApi(service),
-        StatusApi(service, step_log, drain),
+        StatusApi(service, step_log),
     )
     return [route for api in apis for route in api.routes()]
 
 
-def build_app(service: Service, step_log: StepLog, drain: Drain) -> Starlette:
+def build_app(service: Service, step_log: StepLog) -> Starlette:
     """Return the ASGI application behind the door, which says in `scope["tenant"]` who a request is from."""
     return Starlette(
-        routes=own_routes(service, step_log, drain),
+        routes=own_routes(service, step_log),
         exception_handlers={**ERROR_HANDLERS, ClientGoneError: _client_gone},
     )
 

@@ -98,7 +98,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def no_such_model(names: Iterable[str]) -> ApiError:
     """Return the error for a model that is not there, or not for this tenant: it is told the same."""
-    return ApiError(404, f"no such model; there is: {', '.join(names)}", param="model", code="model_not_found")
+    known = ", ".join(names) or "none at present"
+    return ApiError(404, f"no such model; there is: {known}", param="model", code="model_not_found")
 
 
 def overloaded(message: str, code: str | None = None, retry_after_s: float = 1.0) -> ApiError:

@@ -76,12 +76,13 @@ class Operation:
         return sorted({*any_path, *posted, *self.refuses})
 
 
+_READY: Final = ("ready", "backends", "replicas")
 _TEXT: Final = ("text/plain",)
 OPERATIONS: Final[Mapping[str, Operation]] = {
     "/v1/models": Operation(summary="List the models.", holds=("object", "data")),
     "/v1/models/{name}": Operation(summary="Describe a model.", holds=("id", "object"), refuses=(404,)),
     "/health": Operation(summary="Say that the server is alive.", holds=("status",), is_open=True),
-    "/ready": Operation(summary="Say whether it takes new work; 503 if not.", holds=("ready",), is_open=True),
+    "/ready": Operation(summary="Say whether it takes new work; 503 if not.", holds=_READY, is_open=True),
     "/version": Operation(summary="Return the version.", holds=("version",)),
     "/metrics": Operation(summary="Return the metrics for Prometheus.", content=_TEXT),
     "/server_info": Operation(summary="Return the set-up, for simulation.", holds=("preset", "policy")),

@@ -111,6 +111,7 @@ class Backends:
         *,
         up_in_s: Callable[[], float] | None = None,
         max_requests: int | None = None,
+        max_model_len: int | None = None,
     ) -> Backend:
         """Take in the pool of our own replicas, which counts as one backend and is never ejected.
 
@@ -118,10 +119,11 @@ class Backends:
             is_ready: whether it takes requests.
             up_in_s: when it is likely to take some if it does not.
             max_requests: most at once; None for no limit.
+            max_model_len: longest prompt and output together, in tokens.
         """
         backend = self._enter(BackendConfig(url="unix:/own"), name, _OWN_ADDRESS)
         backend.kind, backend.is_ready, backend.up_in_s = Kind.OWN, is_ready, up_in_s
-        backend.max_requests = max_requests
+        backend.max_requests, backend.max_model_len = max_requests, max_model_len
         self.serves(backend, tuple(models))
         return backend
 

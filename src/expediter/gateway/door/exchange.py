@@ -32,7 +32,7 @@ from expediter.gateway.door.own_answer import OwnAnswer
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.relay import SERVER_ERROR, Relay
 from expediter.gateway.door.usage import Answered
-from expediter.gateway.errors import ApiError, deadline_exceeded, over_limit
+from expediter.gateway.errors import ApiError, deadline_exceeded, no_such_model, over_limit
 from expediter.gateway.http.reply import Reply
 from expediter.gateway.http.wire import Headers, HttpRequest, repeatable
 from expediter.gateway.tenants import Tenant
@@ -184,7 +184,7 @@ class Exchange:
         backends = self._parts.backends
         if any(not backend.models and not backend.is_draining for backend in backends) or not list(backends):
             return refusals.nobody_up("no backend is up, or one that is not may serve this model", 1.0)
-        return refusals.no_such_model(filter(self._tenant.may_use, backends.models))
+        return no_such_model(filter(self._tenant.may_use, backends.models))
 
     # ---- to a backend
 

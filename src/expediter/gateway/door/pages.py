@@ -1,9 +1,9 @@
-"""What a door answers itself when it stands in front of backends: models, health, version."""
+"""What every door answers itself, whoever serves behind it: models, health, version."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -13,18 +13,22 @@ from starlette.types import ASGIApp
 
 from expediter import __version__
 from expediter.gateway.backends.registry import Backends
-from expediter.gateway.door import refusals
 from expediter.gateway.door.drain import Drain
-from expediter.gateway.errors import ERROR_HANDLERS
+from expediter.gateway.errors import ERROR_HANDLERS, no_such_model
 from expediter.gateway.json_response import json_response
 from expediter.gateway.tenants import Tenant
 
 
 class Pages:
-    """The handlers."""
+    """The handlers.
 
-    def __init__(self, backends: Backends, drain: Drain) -> None:
+    Args:
+        replicas: of our own, the state of each by its number; they are one backend among the others.
+    """
+
+    def __init__(self, backends: Backends, drain: Drain, replicas: Callable[[], Mapping[str, str]]) -> None:
         self._backends = backends
+        self._replicas = replicas
         self._drain = drain
         self._created = int(time.time())
 
@@ -45,7 +49,7 @@ class Pages:
         """One of them."""
         name, names = request.path_params["name"], self._names(request)
         if name not in names:
-            raise refusals.no_such_model(names)
+            raise no_such_model(names)
         return json_response(self._model(name))
 
     async def health(self, _: HttpRequest) -> Response:
@@ -53,10 +57,10 @@ class Pages:
         return json_response({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
-        """Ready: new work is taken, because some backend is up and the server does not drain."""
+        """Ready: new work is taken, because some backend or replica is up and the server does not drain."""
         states = {status.name: status.state for status in self._backends.status()}
         ready = "up" in states.values() and not self._drain.is_draining
-        return json_response({"ready": ready, "backends": states}, 200 if ready else 503)
+        return json_response({"ready": ready, "backends": states, "replicas": self._replicas()}, 200 if ready else 503)
 
     async def version(self, _: HttpRequest) -> Response:
         return json_response({"version": __version__})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from expediter.control.health import Failure
 from expediter.gateway.errors import ApiError, overloaded
 from expediter.gateway.http.reply import Answer
@@ -21,12 +19,6 @@ def answer(error: ApiError, shown_id: bytes | None = None, path: str = "") -> An
 
 def no_key() -> ApiError:
     return ApiError(401, "a valid API key is needed", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def no_such_model(models: Iterable[str]) -> ApiError:
-    """Return the error for a model that nobody serves, or that is none of the client's business."""
-    names = ", ".join(models) or "none at present"
-    return ApiError(404, f"no such model; there is: {names}", param="model", code="model_not_found")
 
 
 def nobody_up(message: str, retry_after_s: float) -> ApiError:
