@@ -55,7 +55,7 @@ class ModelFleet:
         # An own pool says itself whether it takes requests, whenever it is asked.
         if self.is_stale or excluded or self._has_own or self._seen_health != self._health.generation:
             usable, members = self._usable(), self.members
-            self._let_in([each for each in usable if members[each].has_room and each not in excluded])
+            self._let_in({each for each in usable if members[each].has_room and each not in excluded})
             self.is_stale = bool(excluded)
             self._seen_health = self._health.generation
         decision = self._router.route(RouteQuery(request, now_s), self.fleet)

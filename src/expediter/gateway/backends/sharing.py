@@ -16,6 +16,8 @@ from expediter.gateway.backends.hooks import Hooks
 
 _LOOK_S: Final = 0.002
 """Between two looks at the others while requests come: who routes sees what was true then."""
+_LOOK_ONE_S: Final = 5e-5
+"""For each backend, so that looking takes a few hundredths of the time, however many there are."""
 _MAX_KEYS: Final = 900
 """Of one prompt: a longer one's beginning will do, for a message has to fit into a datagram of 8 KiB."""
 _MAX_KEYS_BYTES: Final = 7400
@@ -60,7 +62,7 @@ class Sharing:
         self._changed: dict[int, Backend] = {}
         self._placed: list[_Placed] = []
         self._num_bytes = 0
-        self._looked_s = 0.0
+        self._look_s = 0.0
 
     # ---- what happens here
 
@@ -82,12 +84,12 @@ class Sharing:
 
     def look(self, now_s: float) -> None:
         """Exchange news, unless that was done a moment ago."""
-        if now_s >= self._looked_s + _LOOK_S or now_s < self._looked_s:
+        if now_s >= self._look_s:
             self.exchange(now_s)
 
     def exchange(self, now_s: float) -> None:
         """Tell the others what has changed here, and see what they have dispatched and ended."""
-        self._looked_s = now_s
+        self._look_s = now_s + max(_LOOK_S, _LOOK_ONE_S * len(self._backends))
         for backend in self._changed.values():
             self._loads.publish(backend.name, backend.counts)
         self._changed.clear()
