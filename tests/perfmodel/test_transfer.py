@@ -2,28 +2,14 @@
 
 import pytest
 
-from expediter.core.errors import ConfigurationError
 from expediter.perfmodel.hardware import gpu_named
 from expediter.perfmodel.shapes import shape_named
 from expediter.perfmodel.transfer import (
     INITIALISATION_S,
     STORAGE_BANDWIDTH,
-    Endpoint,
     cold_start_s,
-    kv_transfer_s,
     layerwise_exposed_s,
 )
-
-
-def test_kv_of_512_tokens_of_opt_66b_takes_its_bytes_over_the_slower_end():
-    shape, gpu = shape_named("opt-66b"), gpu_named("a100-80g")
-    one, four = Endpoint(gpu=gpu), Endpoint(gpu=gpu, num_gpus=4)
-    seconds = kv_transfer_s(shape, 512, one, four)
-    assert seconds == pytest.approx(1.125 * 2**30 / 25e9, rel=0.001)
-    assert kv_transfer_s(shape, 512, four, one) == seconds
-    assert kv_transfer_s(shape, 512, four, four) == pytest.approx(seconds / 4, rel=0.01)
-    assert kv_transfer_s(shape, 0, one, four) == 0
-    assert kv_transfer_s(shape, 1, one, four) > gpu.network_latency_s
 
 
 def test_a_layerwise_transfer_hides_behind_the_prefill_but_for_its_last_layer():
@@ -38,8 +24,3 @@ def test_a_cold_start_reads_the_weights_and_initialises():
     assert cold_start_s(shape, gpu, 8, 2) < cold_start_s(shape, gpu, 8)  # two nodes read at once
     fast = cold_start_s(shape, gpu, 1, storage_bandwidth=1e15, initialisation_s=0.0)
     assert fast == pytest.approx(shape.weight_bytes / (gpu.host_bandwidth * gpu.host_efficiency), rel=0.001)
-
-
-def test_an_endpoint_has_a_gpu():
-    with pytest.raises(ConfigurationError, match="at least 1 GPU"):
-        Endpoint(gpu=gpu_named("h100"), num_gpus=0)

@@ -291,8 +291,8 @@ def test_step_times_are_learned_and_kept_through_an_hour_of_decoding(prior):
     same = StepFeatures(64, 64, 64, 64_000, 0.0)
     for _ in range(20_000):
         model.observe(same, true_time_s(same) * (1 + 0.05 * rng.standard_normal()))
-    assert np.linalg.eigvalsh(model._covariance).min() > 0
-    assert np.trace(model._covariance) <= 600
+    assert np.linalg.eigvalsh(model._fit.covariance).min() > 0
+    assert np.trace(model._fit.covariance) <= 600
     assert error_of(model, rng) < 0.06
     for _ in range(5):  # and one odd step does not overturn it
         model.observe(some_step(rng, has_chunk=True), 3.0)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from expediter.control.speed import Speed
 from expediter.core.plan import StepFeatures
+from expediter.scheduling.least_squares import LeastSquares
 from expediter.scheduling.step_time import OnlineStepTime
 
 _FIRST_STEPS: Final = 32
@@ -56,7 +56,6 @@ class Answer(NamedTuple):
 _FIRST_ANSWERS: Final = 16
 _SURE_ANSWERS: Final = 128
 _FORGETTING: Final = 0.995
-_NO_DOUBT: Final = 1e-12
 _PACE_RATE: Final = 0.1
 _MAX_RATIO: Final = 10.0
 _LEAST_S: Final = 1e-5
@@ -70,22 +69,21 @@ _LEAST_TOKEN_S: Final = 1e-9
 """A replica never computes a prompt for nothing, or it would get them all."""
 
 
-def _no_idea() -> npt.NDArray[np.float64]:
-    return np.eye(len(_SCALE)) * 1e4
+def _no_idea() -> LeastSquares:
+    return LeastSquares(np.zeros(len(_SCALE)), 1e4, _FORGETTING)
 
 
 class LearnedTtft:
     """Fits a replica's time to the first token to what was sent there: overhead + tokens * time + decodes * time.
 
-    Recursive least squares on relative errors with directional forgetting, as `OnlineStepTime` does with steps. What is
+    Least squares on relative errors (`scheduling/least_squares.py`), as `OnlineStepTime` does with steps. What is
     fitted says how the parts compare. How fast the replica is at the moment, a smoothed ratio of what answers take to
     what was fitted says: slow answers weigh little in relative errors, and somebody else's burst shall count while it
     lasts.
     """
 
     def __init__(self) -> None:
-        self._weights: npt.NDArray[np.float64] = np.zeros(len(_SCALE))
-        self._covariance = _no_idea()
+        self._fit = _no_idea()
         self._fitted: list[float] = [0.0] * len(_SCALE)
         self._num_seen = 0
         self._pace = 1.0
@@ -111,7 +109,7 @@ class LearnedTtft:
         if self.is_enough and expected_s > 0:
             ratio = min(_MAX_RATIO, max(1 / _MAX_RATIO, elapsed_s / expected_s))
             self._pace += _PACE_RATE * (ratio - self._pace)
-        self._fit(answer)
+        self._learn(answer)
 
     def speed(self) -> Speed:
         """Return what is known. How much of the overhead is a step's own time cannot be told from answers; some is."""
@@ -127,22 +125,15 @@ class LearnedTtft:
             is_known=True,
         )
 
-    def _fit(self, answer: Answer) -> None:
+    def _learn(self, answer: Answer) -> None:
         row = np.array((1.0, answer.num_ahead + answer.num_new, answer.num_beside, answer.num_output))
         row *= _SCALE / answer.elapsed_s
-        error = 1.0 - float(row @ self._weights)
-        direction = self._covariance @ row
-        doubt = float(row @ direction)
-        self._weights += direction * (error / (1 + doubt))
-        if doubt > _NO_DOUBT:
-            kept = _FORGETTING - (1 - _FORGETTING) / doubt
-            self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
-        fitted: list[float] = np.maximum(self._weights * _SCALE, 0.0).tolist()
+        self._fit.observe(row)
+        fitted: list[float] = np.maximum(self._fit.weights * _SCALE, 0.0).tolist()
         if math.isfinite(sum(fitted)):
             self._fitted = fitted
         else:  # numbers too far apart for the arithmetic: what was known stays until enough is learned anew
-            self._weights[:] = 0.0
-            self._covariance = _no_idea()
+            self._fit = _no_idea()
 
 
 _SURE_S: Final = 30.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from expediter.core.events import Event
 from expediter.core.plan import StepFeatures, StepPlan, StepResult
 from expediter.core.request import Grammar
 
@@ -94,9 +92,3 @@ def run_s(model: StepTimeModel, features: StepFeatures, num_steps: int) -> list[
         return [model.step_time_s(features.later(number)) for number in range(num_steps)]
     durations: list[float] = model.decode_run_s(features, num_steps).tolist()
     return durations
-
-
-class MetricsSink(Protocol):
-    """Receives events in order, as they happen."""
-
-    def record(self, events: Iterable[Event]) -> None: ...

@@ -92,10 +92,6 @@ class Tokenizer:
         except TemplateError as error:
             raise ConfigurationError(f"the chat template of {folder} is not valid: {error}") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 

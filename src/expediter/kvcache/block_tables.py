@@ -37,7 +37,8 @@ class BlockTables:
     def fill(self, slot: int, first: BlockIds, rest: BlockIds, num_shared: int) -> None:
         """Give an empty slot the blocks `first` and then `rest`."""
         count, total = len(first), len(first) + len(rest)
-        self.ids[slot, :count] = first
+        if count:
+            self.ids[slot, :count] = first
         self.ids[slot, count:total] = rest
         self.num_owned[slot] = total
         self.num_shared[slot] = num_shared

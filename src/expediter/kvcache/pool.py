@@ -55,9 +55,11 @@ class BlockPool:
         Raises:
             InvariantError: a block has no owner (a double free).
         """
+        if not len(blocks):
+            return blocks
         owners = self.refs[blocks]
         owners -= 1
-        if len(owners) and owners.min() < 0:
+        if owners.min() < 0:
             raise InvariantError(f"blocks {blocks[owners < 0].tolist()} freed twice")
         self.refs[blocks] = owners
         left: BlockIds = blocks[owners == 0]
@@ -66,6 +68,8 @@ class BlockPool:
     def push(self, blocks: BlockIds) -> None:
         """Put blocks without owners back; the first of `blocks` is the next to be popped."""
         count = len(blocks)
+        if not count:
+            return
         if self.num_free + count > self.num_blocks:
             raise InvariantError(f"{count} blocks freed onto {self.num_free} of {self.num_blocks} free ones")
         self._free[self.num_free : self.num_free + count] = blocks[::-1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from expediter.core.errors import ConfigurationError
 from expediter.perfmodel.dimensions import ModelShape
 from expediter.perfmodel.hardware import Gpu
 from expediter.perfmodel.parallelism import Parallelism
@@ -14,41 +12,6 @@ STORAGE_BANDWIDTH: Final = 6e9
 """byte/s at which a node reads weights: one PCIe 4.0 x4 NVMe drive in sequence, of which data sheets say 6.5 to 7e9."""
 INITIALISATION_S: Final = 40.0
 """Start of a replica beside reading weights: process, runtime, memory profiling and graph capture; assumed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """One end of a transfer: the GPUs of a replica, each with its own share of the network.
-
-    Args:
-        num_gpus: of the replica.
-    """
-
-    gpu: Gpu
-    num_gpus: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_gpus < 1:
-            raise ConfigurationError(f"a replica has at least 1 GPU, not {self.num_gpus}")
-
-    @property
-    def bandwidth(self) -> float:
-        """Out of or into the replica, byte/s."""
-        return self.num_gpus * self.gpu.network_bandwidth
-
-
-def kv_transfer_s(shape: ModelShape, num_tokens: int, source: Endpoint, target: Endpoint) -> float:
-    """Return the time to move a sequence's KV between two replicas that do nothing else: latency + bytes / bandwidth.
-
-    Every GPU sends its share at once; the slower end rules. Copies that GPUs hold of the same KV travel once.
-
-    Args:
-        num_tokens: of the sequence; 0 takes no time.
-    """
-    if num_tokens <= 0:
-        return 0.0
-    latency_s = max(source.gpu.network_latency_s, target.gpu.network_latency_s)
-    return latency_s + shape.kv_bytes(num_tokens) / min(source.bandwidth, target.bandwidth)
 
 
 def layerwise_exposed_s(transfer_s: float, prefill_s: float, num_layers: int) -> float:

@@ -253,7 +253,8 @@ class Scheduler:
             events = draft.events
             draft = self._fill(now_s)
             draft.events[:0] = events
-        self._requeue(draft, now_s)
+        if draft.preempted:
+            self._requeue(draft, now_s)
         plan, chunks = compose(draft, self._next_step)
         # Once a prompt is complete, its share of the budget is free for others.
         live.queue_is_stuck = draft.queue_is_stuck and not draft.chunks and not self.policy.rules.ordering.may_refuse

@@ -1,13 +1,9 @@
 """A step-time model that learns from the replica's own steps.
 
-Recursive least squares on the features of a step, starting from an analytic prior: the prior's prediction is itself a
-feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do not drown
-the many short decodes. Forgetting is directional: an old step fades only where a new one speaks of the same thing. A
-replica that does nothing but decode for an hour learns nothing of prompts, and must not forget what it knew of them
-either (with plain forgetting its doubt about them would grow without bound, and the next prompt overturn everything).
-The model also tracks how far it is off, so that who needs a bound can ask for one.
-
-Source: recursive least squares with directional forgetting (Kulhavy, 1987).
+Least squares on the features of a step (`least_squares.py`), starting from an analytic prior: the prior's prediction
+is itself a feature, of weight 1 before anything was seen. Errors are weighted by 1 / duration, so that long prefills do
+not drown the many short decodes. A replica that does nothing but decode for an hour keeps what it knew of prompts. The
+model also tracks how far it is off, so that who needs a bound can ask for one.
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ import numpy.typing as npt
 
 from expediter.core.plan import StepFeatures
 from expediter.core.ports import StepTimeModel
+from expediter.scheduling.least_squares import LeastSquares
 
 _FLOOR_S = 1e-6
 _FORGETTING = 0.998
-_NO_DOUBT = 1e-12
 _FIRST_STEPS = 256
 _EVERY = 8
 _SCALE = np.array([1.0, 1.0, 1e-4, 1e-4, 1e-7, 1e-8])
@@ -43,10 +39,10 @@ class OnlineStepTime:
 
     def __init__(self, prior: StepTimeModel | None = None) -> None:
         self._prior = prior
-        self._weights: npt.NDArray[np.float64] = np.zeros(6)
-        self._weights[0] = 1.0 if prior is not None else 0.0
+        weights = np.zeros(len(_SCALE))
+        weights[0] = 1.0 if prior is not None else 0.0
         # A prior is trusted like some hundred steps; without one the first steps decide.
-        self._covariance: npt.NDArray[np.float64] = np.eye(6) * (0.01 if prior is not None else 100.0)
+        self._fit = LeastSquares(weights, 0.01 if prior is not None else 100.0, _FORGETTING)
         self._num_seen = 0
         self.relative_error = 0.0
         self.shortest_s = math.inf
@@ -57,19 +53,12 @@ class OnlineStepTime:
         if not 0 < elapsed_s < math.inf:
             return
         self.shortest_s = min(self.shortest_s, elapsed_s)
-        x = self._row(features) / elapsed_s
-        error = 1.0 - float(x @ self._weights)
+        error = self._fit.observe(self._row(features) / elapsed_s)
         self.actual_s += elapsed_s
         self.predicted_s += elapsed_s * (1.0 - error)
         self.error_s += elapsed_s * abs(error)
         rate = 0.05 if self._num_seen > 20 else 1.0 / (self._num_seen + 1)
         self.relative_error += rate * (abs(error) - self.relative_error)
-        direction = self._covariance @ x
-        doubt = float(x @ direction)  # how unsure the prediction was
-        self._weights += direction * (error / (1 + doubt))
-        if doubt > _NO_DOUBT:
-            kept = _FORGETTING - (1 - _FORGETTING) / doubt
-            self._covariance -= np.outer(direction, direction) * (kept / (_FORGETTING * (1 + doubt)))
         self._num_seen += 1
 
     @property
@@ -83,7 +72,7 @@ class OnlineStepTime:
     def step_time_s(self, features: StepFeatures) -> float:
         """Return the expected duration of a step in seconds; above 0, and not below any step seen."""
         floor_s = self.shortest_s if self._num_seen else _FLOOR_S
-        return max(floor_s, float(self._row(features) @ self._weights))
+        return max(floor_s, float(self._row(features) @ self._fit.weights))
 
     def bound_s(self, features: StepFeatures) -> float:
         """Return a duration that a step exceeds rarely: the expected one and twice the usual error, at most half."""

@@ -16,7 +16,7 @@ from expediter.sim.network import Network
 from expediter.sim.observer import Observer
 from expediter.sim.replica import SimulatedReplica
 from expediter.sim.stores import Stores
-from expediter.sim.transfers import TransferConfig
+from expediter.sim.transfers import Transfers
 
 
 class Fetches:
@@ -25,7 +25,6 @@ class Fetches:
     Args:
         compute: called for such a request.
         stores: tiers of storage, if there are any.
-        room_changed: told of replicas where blocks may have become free.
     """
 
     def __init__(
@@ -33,11 +32,10 @@ class Fetches:
         loop: EventLoop,
         network: Network,
         observer: Observer,
-        transfers: TransferConfig,
+        transfers: Transfers,
         *,
         compute: Callable[[Journey, Fetch, float], None],
         stores: Stores | None,
-        room_changed: Callable[[int, float], None],
     ) -> None:
         self.stores = stores
         self._loop = loop
@@ -45,7 +43,6 @@ class Fetches:
         self._observer = observer
         self._compute = compute
         self._transfers = transfers
-        self._room_changed = room_changed
         self._replicas: Mapping[int, SimulatedReplica] = {}
 
     def enter(self, replicas: Mapping[int, SimulatedReplica], fleet: Fleet) -> None:
@@ -117,7 +114,7 @@ class Fetches:
         if fetch.hold is not None:  # what comes is what the source still has
             landing.num_tokens = max(min(landing.num_tokens, fetch.hold.num_tokens), num_there)
         num_tokens = landing.num_tokens - num_there
-        num_bytes = int(num_tokens * self._transfers.kv_bytes_per_token)
+        num_bytes = int(num_tokens * self._transfers.config.kv_bytes_per_token)
         if fetch.tier is not None and self.stores is not None:
             fetch.passage = self.stores.read(fetch.tier, replica.replica_id, num_tokens, now_s)
         else:
@@ -145,7 +142,7 @@ class Fetches:
         if hold is not None:
             source = self._replicas[fetch.source_id]
             source.post(lambda now_s: source.scheduler.passage.release(hold, now_s), now_s)
-            self._room_changed(source.replica_id, now_s)
+            self._transfers.room_changed(source.replica_id, now_s)
 
     def cancel(self, journey: Journey, now_s: float) -> None:
         """End the fetch of a request whose replica is gone, with what was reserved there."""
@@ -161,20 +158,11 @@ class Fetches:
         fetch.hold = None
         was_sent = fetch.passage is not None
         self._stop(fetch, now_s)
-        replica, landing = self._replicas[journey.replica_id], fetch.landing
-        if landing is not None:
-            until_s = now_s + self._transfers.lease_s if was_sent else None
-            replica.post(lambda now_s: replica.scheduler.passage.release(landing, now_s, writes_until_s=until_s), now_s)
-            self._room_changed(replica.replica_id, now_s)
-            if until_s is not None:
-                end = partial(self._end_quarantine, replica, replica.incarnation)
-                self._loop.schedule(until_s, EventKind.TRANSFER, journey.number, end)
+        if fetch.landing is not None:
+            until_s = now_s + self._transfers.config.lease_s if was_sent else None
+            replica_id, number = journey.replica_id, journey.number
+            self._transfers.give_up(replica_id, fetch.landing, number, now_s, writes_until_s=until_s)
         self._compute(journey, fetch, now_s)
-
-    def _end_quarantine(self, replica: SimulatedReplica, incarnation: int, now_s: float) -> None:
-        if replica.incarnation == incarnation:
-            replica.post(replica.scheduler.passage.end_quarantine, now_s)
-            self._room_changed(replica.replica_id, now_s)
 
     def _stop(self, fetch: Fetch, now_s: float) -> None:
         fetch.is_off = True

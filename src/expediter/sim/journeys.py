@@ -87,10 +87,9 @@ class Journeys:
             loop,
             network,
             observer,
-            config,
+            self._transfers,
             compute=self._compute,
             stores=stores,
-            room_changed=self._transfers.room_changed,
         )
         self._migrations = None
         if migration is not None:
@@ -98,10 +97,9 @@ class Journeys:
                 migration,
                 loop,
                 network,
-                config,
+                self._transfers,
                 follow=self._follow,
                 find=self._live.get,
-                room_changed=self._transfers.room_changed,
             )
         self._stores = stores
         self.link = network.mean_link(config.kv_bytes_per_token)

@@ -19,7 +19,7 @@ from expediter.sim.journey import Journey, Staged
 from expediter.sim.loop import EventKind, EventLoop
 from expediter.sim.network import Network
 from expediter.sim.replica import SimulatedReplica
-from expediter.sim.transfers import TransferConfig
+from expediter.sim.transfers import Transfers
 
 
 class _Word(NamedTuple):
@@ -36,7 +36,6 @@ class Migrations:
     Args:
         follow: called when a request has left its source, which holds its KV: it goes on at the target.
         find: the journey of a request, if it has not ended.
-        room_changed: told of replicas where blocks may have become free.
     Attributes:
         num_moved: requests that left their source for another replica.
     """
@@ -46,11 +45,10 @@ class Migrations:
         config: MigrationConfig,
         loop: EventLoop,
         network: Network,
-        transfers: TransferConfig,
+        transfers: Transfers,
         *,
         follow: Callable[[Journey, int, float], None],
         find: Callable[[str], Journey | None],
-        room_changed: Callable[[int, float], None],
     ) -> None:
         self.num_moved = 0
         self._config = config
@@ -59,7 +57,6 @@ class Migrations:
         self._transfers = transfers
         self._follow = follow
         self._find = find
-        self._room_changed = room_changed
         self._words: dict[int, _Word] = {}
         self._replicas: Mapping[int, SimulatedReplica] = {}
 
@@ -120,7 +117,7 @@ class Migrations:
             journey.staged = None
             return
         num_tokens -= staged.landing.num_matched * scheduler.kv.block_size
-        num_bytes = int(num_tokens * self._transfers.kv_bytes_per_token)
+        num_bytes = int(num_tokens * self._transfers.config.kv_bytes_per_token)
         staged.passage = self._network.send(staged.source_id, staged.target_id, num_bytes, now_s)
         come = partial(self._come, journey, staged)
         staged.ticket = self._loop.schedule(staged.passage.end_s, EventKind.TRANSFER, journey.number, come)
@@ -166,22 +163,11 @@ class Migrations:
         if staged.ticket >= 0:
             self._loop.cancel(staged.ticket)
             if staged.source_id == lost_id:  # else it says that nothing more will come
-                until_s = now_s + self._transfers.lease_s
+                until_s = now_s + self._transfers.config.lease_s
         if staged.passage is not None:
             self._network.give_up(staged.passage, now_s)
-        landing, target = staged.landing, self._replicas[staged.target_id]
-        if landing is None or staged.target_id == lost_id:
-            return
-        target.post(lambda now_s: target.scheduler.passage.release(landing, now_s, writes_until_s=until_s), now_s)
-        self._room_changed(target.replica_id, now_s)
-        if until_s is not None:
-            over = partial(self._end_quarantine, target, target.incarnation)
-            self._loop.schedule(until_s, EventKind.TRANSFER, journey.number, over)
-
-    def _end_quarantine(self, target: SimulatedReplica, incarnation: int, now_s: float) -> None:
-        if target.incarnation == incarnation:
-            target.post(target.scheduler.passage.end_quarantine, now_s)
-            self._room_changed(target.replica_id, now_s)
+        if staged.landing is not None and staged.target_id != lost_id:
+            self._transfers.give_up(staged.target_id, staged.landing, journey.number, now_s, writes_until_s=until_s)
 
 
 def _discard(_: bool) -> None:

@@ -262,13 +262,26 @@ class Transfers:
         if landing is None:
             site.inbound.remove(journey)
             return
+        self.give_up(replica.replica_id, landing, journey.number, now_s, writes_until_s=writes_until_s)
+
+    def give_up(
+        self, replica_id: int, landing: Landing, number: int, now_s: float, *, writes_until_s: float | None = None
+    ) -> None:
+        """Release a landing between two steps of its replica, and end its quarantine when that is over.
+
+        Args:
+            number: of the journey that it was for.
+            writes_until_s: as in `leave_target`.
+        """
+        site = self._sites[replica_id]
+        replica = site.replica
         replica.post(
             lambda now_s: replica.scheduler.passage.release(landing, now_s, writes_until_s=writes_until_s), now_s
         )
         if writes_until_s is not None and writes_until_s > now_s:
             until = partial(self._end_quarantine, site, replica.incarnation)
-            self._loop.schedule(writes_until_s, EventKind.TRANSFER, journey.number, until)
-        self.room_changed(replica.replica_id, now_s)
+            self._loop.schedule(writes_until_s, EventKind.TRANSFER, number, until)
+        self.room_changed(replica_id, now_s)
 
     def _end_quarantine(self, site: _Site, incarnation: int, now_s: float) -> None:
         if site.replica.incarnation == incarnation:

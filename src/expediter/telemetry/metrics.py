@@ -118,7 +118,7 @@ class ServerMetrics:
 
 
 class ReplicaMetrics:
-    """`MetricsSink` of one replica; made by `ServerMetrics.for_replica`.
+    """Counts what happens to the requests of one replica; made by `ServerMetrics.for_replica`.
 
     What is kept per live request is dropped at the request's end, so it does not grow.
     """
