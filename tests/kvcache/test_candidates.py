@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from cache_builders import Cache, policies, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_eviction import Cache, policies, raw
 
 from expediter.core.request import CacheHint
 

@@ -1,99 +1,15 @@
 """Eviction policies: an example of each that tells it from its neighbours, and each against a model per block."""
 
-import copy
 import math
 
-import numpy as np
 import pytest
+from cache_builders import DROP, Cache, policies, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expediter.core.errors import ConfigurationError, RequestError
-from expediter.core.request import MAX_PIN_S, CacheHint
+from expediter.core.errors import ConfigurationError
+from expediter.core.request import CacheHint
 from expediter.kvcache.eviction import HintedLru, Lfu, Lru, SegmentedLru
-from expediter.kvcache.manager import KVCacheManager
-
-DROP = CacheHint(drop=True)
-
-
-def raw(*tokens: int) -> bytes:
-    return np.array(tokens, np.int32).tobytes()
-
-
-class Cache:
-    """A manager with blocks of one token; each call is a moment later than the last."""
-
-    def __init__(self, policy, num_blocks=12, max_pinned_share=0.5) -> None:
-        self.kv = KVCacheManager(
-            num_blocks=num_blocks,
-            block_size=1,
-            max_num_seqs=8,
-            max_model_len=num_blocks,
-            eviction=policy,
-            max_pinned_share=max_pinned_share,
-        )
-        self.now_s = 0.0
-        self.slots = list(range(8))
-
-    def hold(self, *tokens: int, salt: str = "") -> int | None:
-        """Start a sequence and compute all of it; return its slot, None if it finds no room."""
-        self.now_s += 1
-        match = self.kv.match(raw(*tokens), salt)
-        if not self.slots or not self.kv.admit(self.slots[-1], match, len(tokens), 0, self.now_s):
-            return None
-        slot = self.slots.pop()
-        self.kv.commit(slot, raw(*tokens), salt, len(tokens))
-        self.kv.check()
-        return slot
-
-    def release(self, slot: int, hint: CacheHint | None = None) -> None:
-        self.now_s += 1
-        self.kv.release(slot, self.now_s, hint)
-        self.slots.append(slot)
-        self.kv.check()
-
-    def put(self, *tokens: int, hint: CacheHint | None = None) -> None:
-        slot = self.hold(*tokens)
-        assert slot is not None
-        self.release(slot, hint)
-
-    def evict(self, count: int) -> list[int]:
-        """Evict `count` blocks, all at once as well as one by one, and return their ids."""
-        twin = copy.deepcopy(self.kv)
-        one_by_one = [int(twin.tree.evict(1)[0]) for _ in range(count)]
-        evicted = self.kv.tree.evict(count)
-        assert evicted.tolist() == one_by_one
-        assert [entry_of(node) for node in self.kv.tree.nodes.by_id] == [
-            entry_of(node) for node in twin.tree.nodes.by_id
-        ]
-        self.kv.pool.push(evicted)
-        self.kv.check()
-        return one_by_one
-
-    def evict_tokens(self, count: int) -> list[int]:
-        """Evict `count` blocks and return the tokens that lay in them."""
-        held = {
-            block: token
-            for node in self.kv.tree.nodes
-            for block, token in zip(node.blocks.tolist(), np.frombuffer(node.tokens, np.int32).tolist(), strict=True)
-        }
-        return [held[block] for block in self.evict(count)]
-
-
-def entry_of(node):
-    return None if node is None else (node.tokens, node.blocks.tolist(), node.history, node.stamp, node.used_s)
-
-
-def policies(num_blocks=12):
-    return {
-        "lru": Lru(),
-        "lfu": Lfu(num_blocks),
-        "segmented_lru": SegmentedLru(num_blocks, 0.5),
-        "lru_with_hint": HintedLru(),
-    }
-
-
-# -- examples ---------------------------------------------------------------------------------------------------------
 
 
 def famous_then_newer(policy) -> Cache:
@@ -200,98 +116,6 @@ def test_a_hit_inside_a_node_leaves_the_rest_of_it_old():
 def test_settings_that_cannot_be(make):
     with pytest.raises(ConfigurationError):
         make()
-
-
-# -- what clients wish ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fields", [{}, {"pin_s": -1.0}, {"pin_s": MAX_PIN_S + 1}, {"pin_s": 1.0, "drop": True}])
-def test_hints_that_cannot_be(fields):
-    with pytest.raises(RequestError):
-        CacheHint(**fields)
-
-
-def test_a_pin_outlives_newer_blocks_until_its_time_is_over():
-    cache = Cache(Lru())
-    cache.put(1, 2, hint=CacheHint(pin_s=10.0))
-    cache.put(3)
-    cache.put(4)
-    assert cache.evict_tokens(1) == [3]
-    cache.now_s = 20.0
-    cache.put(5)
-    assert cache.evict_tokens(4) == [2, 1, 4, 5]
-
-
-def test_a_pin_covers_the_head_of_the_path_only_as_far_as_there_is_room():
-    cache = Cache(Lru(), num_blocks=8, max_pinned_share=0.5)
-    cache.put(1, 2, 3, 4, 5, 6, hint=CacheHint(pin_s=100.0))
-    assert cache.kv.tree.pins.num_blocks == 4
-    cache.put(7, hint=CacheHint(pin_s=100.0))  # finds none
-    assert cache.evict_tokens(3) == [6, 5, 7]
-    assert cache.evict_tokens(2) == [4, 3]  # nothing else is left, so the pin yields
-    cache.put(8, hint=CacheHint(pin_s=100.0))
-    assert cache.kv.tree.pins.num_blocks == 3
-
-
-def test_a_pin_can_be_prolonged_and_never_shortened():
-    cache = Cache(Lru())
-    cache.put(1, hint=CacheHint(pin_s=50.0))
-    cache.put(1, hint=CacheHint(pin_s=5.0))
-    cache.now_s = 20.0
-    cache.put(2)
-    assert cache.evict_tokens(1) == [2]
-    cache.put(1, hint=CacheHint(pin_s=90.0))
-    cache.now_s = 70.0
-    cache.put(3)
-    assert cache.evict_tokens(1) == [3]
-
-
-def test_a_pin_covers_what_is_asked_for_and_not_what_others_add():
-    cache = Cache(Lru())
-    cache.put(1, 2, hint=CacheHint(pin_s=100.0))
-    cache.put(1, 2, 3, 4)
-    cache.put(5)
-    assert cache.kv.tree.pins.num_blocks == 2
-    assert cache.evict_tokens(3) == [4, 3, 5]
-
-
-def test_pins_stay_few_in_memory_however_often_they_are_renewed():
-    cache = Cache(Lru())
-    for _ in range(1000):
-        cache.put(1, 2, hint=CacheHint(pin_s=100.0))
-    assert len(cache.kv.tree.pins._timers) <= 64 + 2 * len(cache.kv.tree.nodes) + 1
-
-
-def test_a_drop_frees_what_nobody_else_used():
-    cache = Cache(Lru())
-    cache.put(1, 2, 3)
-    cache.put(1, 2, 4, 5, hint=DROP)
-    assert cache.kv.num_free_blocks == 9
-    assert cache.kv.match(raw(1, 2, 3, 9), "").num_blocks == 3
-    assert cache.kv.match(raw(1, 2, 4, 9), "").num_blocks == 2
-
-
-def test_a_drop_leaves_what_is_in_use_shared_or_pinned():
-    cache = Cache(Lru())
-    slot = cache.hold(1, 2)
-    other = cache.hold(1, 2, 3)
-    cache.release(slot, DROP)
-    assert cache.kv.num_used_blocks == 3
-    cache.release(other, DROP)
-    assert (cache.kv.num_cached_blocks, cache.kv.num_free_blocks) == (2, 10)
-    cache.put(7, 8, hint=CacheHint(pin_s=9.0))
-    cache.put(7, 8, hint=DROP)
-    assert cache.kv.match(raw(7, 8, 9), "").num_blocks == 2
-
-
-def test_hints_without_anything_cached_do_nothing():
-    kv = KVCacheManager(num_blocks=4, block_size=2, max_num_seqs=1, max_model_len=8)
-    for hint in (DROP, CacheHint(pin_s=1.0)):
-        kv.admit(0, kv.match(raw(1), ""), 1, 0, 0.0)
-        kv.commit(0, raw(1), "", 1)
-        kv.release(0, 0.0, hint)
-        kv.check()
-    assert kv.num_free_blocks == 4
 
 
 # -- a model per block ------------------------------------------------------------------------------------------------
