@@ -224,7 +224,7 @@ def test_models_come_and_go():
     asyncio.run(run())
 
 
-def test_one_that_is_not_there_at_first_is_used_when_it_comes():
+def test_one_that_is_not_there_at_first_is_used_when_it_comes(caplog):
     async def run():
         engine = Engine()
         await engine.start()
@@ -235,6 +235,7 @@ def test_one_that_is_not_there_at_first_is_used_when_it_comes():
         await watcher.start()
         try:
             assert isinstance(backends.dispatcher.choose(prompt(), "m", 0.0), NobodyUp)
+            assert caplog.messages[-1].endswith("nobody listens there yet")
             await engine.start()
             await until(lambda: backends.knows("m"))
         finally:

@@ -136,7 +136,7 @@ class Watcher:
         except _UNREACHED as error:
             if not watched.is_complained_of:
                 watched.is_complained_of = True
-                logger.warning("backend %s does not say what it serves: %s", backend.name, error or "no answer in time")
+                logger.warning("backend %s does not say what it serves: %s", backend.name, _in_words(error))
             return bool(backend.config.models)
         if watched.is_complained_of or not backend.models:
             logger.info("backend %s: %s, serves %s", backend.name, found.kind.value, ", ".join(found.models))
@@ -232,3 +232,9 @@ class Watcher:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+        return "nobody listens there yet"
+    return str(error) or "no answer in time"
