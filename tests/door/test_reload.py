@@ -126,6 +126,23 @@ def test_limits_hold_for_connections_that_come_then(mocks: list[MockBackend]) ->
         run(story())
 
 
+def test_a_tenants_limits_and_what_was_used_of_them(mocks: list[MockBackend]) -> None:
+    def with_limit(number: int) -> str:
+        return f"{table(mocks[0])}[anonymous]\nmax_requests_per_minute = {number}\n"
+
+    with door_of(mocks, with_limit(2)) as door:
+
+        async def statuses(number: int) -> list[int]:
+            return [(await ask(door.port, chat())).status for _ in range(number)]
+
+        async def story() -> None:
+            assert await statuses(3) == [200, 200, 429]
+            await asyncio.to_thread(reload, door, with_limit(4))
+            assert await statuses(3) == [200, 200, 429]
+
+        run(story())
+
+
 def test_what_takes_a_restart_is_said(mocks: list[MockBackend]) -> None:
     routing = '[routing]\nname = "round_robin"\n'
     with door_of(mocks, table(mocks[0])) as door:

@@ -114,17 +114,6 @@ def test_what_a_book_cannot_hold(tenants: dict[str, TenantConfig], message: str)
     assert hash_of("k") not in str(caught.value)
 
 
-def test_listeners_hear_of_another_book() -> None:
-    tenants = Tenants(TenantBook())
-    heard: list[TenantBook] = []
-    tenants.on_change(heard.append)
-    other = book()
-    tenants.replace(other)
-    assert heard == [other]
-    assert tenants.book.has_keys
-    assert tenants.book.anonymous is None
-
-
 # -- what a tenant may ask for ---------------------------------------------------------------------------------------
 
 
@@ -188,7 +177,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_told(file: Path, capl
     tenants = Tenants(load_file_config(file).tenant_book((), {}))
 
     def put(book: TenantBook) -> list[str]:
-        tenants.replace(book)
+        tenants.book = book
         return []
 
     reload = FileReload(file, lambda: load_file_config(file).tenant_book((), {}), put)

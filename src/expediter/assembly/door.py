@@ -45,7 +45,7 @@ from expediter.gateway.recent import RecentRequests
 from expediter.gateway.reload import FileReload
 from expediter.gateway.salts import CacheSalts
 from expediter.gateway.server import StopSignals, bind, serve_until_signal
-from expediter.gateway.tenants import TenantBook, Tenants
+from expediter.gateway.tenants import Tenants
 from expediter.runtime.clock import MonotonicClock
 from expediter.runtime.supervisor import Supervisor
 from expediter.telemetry.exchanges import ExchangeRecord
@@ -105,7 +105,8 @@ class FrontDoor:
         self._weights_at_start = file.weights
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
-        limits = TenantLimits(tenants.limits)
+        self._limits = limits = TenantLimits(tenants.limits)
+        self._clock = clock
         self._sharing = None if place.folder is None else SharedKnowledge(place, limits)
         metrics = GatewayMetrics(registry, self._shown, policy=config.routing_config.name, place=place)
         self.backends = Backends(
@@ -142,8 +143,15 @@ class FrontDoor:
             own_app=None if own is None else own.app,
             tracer=self._observing.tracer,
         )
-        for backend in config.all_backends:
+        self._take_in()
+        self.door = Door(parts, tenants, drain, self._app(drain), metrics, self._observing.sinks)
+        self.listener = Listener(self.door, file.door.http)
+
+    def _take_in(self) -> None:
+        """Begin with the backends that flags and file name, and our own replicas."""
+        for backend in self._config.all_backends:
             self.backends.add(backend)
+        own = self._own
         if own is not None:
             self.backends.add_own(
                 own.name,
@@ -153,19 +161,15 @@ class FrontDoor:
                 max_requests=own.max_requests,
                 max_model_len=own.max_model_len,
             )
-        pages = Pages(self.backends, drain, self._replicas)
+
+    def _app(self, drain: Drain) -> ASGIApp:
+        """Return what answers all that is not for a model."""
+        own, pages = self._own, Pages(self.backends, drain, self._replicas)
         routes = [*self._observing.main.routes(), *pages.routes()]
         described = [*routes, *([] if own is None else own.app.routes)]
         operations = OPERATIONS if own is None else own.operations
-        openapi = openapi_route(described, operations, sorted(MODEL_PATHS) if config.all_backends else ())
-        app = build_app([*routes, openapi], None if own is None else own.app)
-        self.door = Door(parts, tenants, drain, app, metrics, self._observing.sinks)
-        self.listener = Listener(self.door, file.door.http)
-
-        def tenants_changed(_: TenantBook) -> None:
-            limits.replace(tenants.limits, clock.now())
-
-        tenants.on_change(tenants_changed)
+        openapi = openapi_route(described, operations, sorted(MODEL_PATHS) if self._config.all_backends else ())
+        return build_app([*routes, openapi], None if own is None else own.app)
 
     def _queue(self, queue: QueueConfig) -> QueueConfig:
         return queue if self._own is None else queue.or_ordering(self._own.ordering)
@@ -181,7 +185,8 @@ class FrontDoor:
         book = config.tenant_book()
         names = renew_backends(self.backends, before.backends, file.backends, os.environ)
         self._config = config
-        self._tenants.replace(book)
+        self._tenants.book = book
+        self._limits.replace(self._tenants.limits, self._clock.now())
         self._room.rearrange(self._queue(file.queue), self._tenants.weights)
         self.backends.health.judge.configure(file.health)
         self.listener.bound(file.door.http)

@@ -10,7 +10,7 @@ import hmac
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -204,25 +204,14 @@ class TenantBook:
 
 
 class Tenants:
-    """The tenants of a running server: the newest book, and who wants to hear of another.
+    """The tenants of a running server, which everybody shares who asks for them.
 
     Attributes:
-        book: in force now.
+        book: in force now; another may be put in its place at any time, for requests that come from then on.
     """
 
     def __init__(self, book: TenantBook) -> None:
         self.book = book
-        self._listeners: list[Callable[[TenantBook], None]] = []
-
-    def on_change(self, listener: Callable[[TenantBook], None]) -> None:
-        """Have somebody called with each new book, in the order in which they asked."""
-        self._listeners.append(listener)
-
-    def replace(self, book: TenantBook) -> None:
-        """Put another book in force, for all requests that come from now on."""
-        self.book = book
-        for listener in self._listeners:
-            listener(book)
 
     @property
     def limits(self) -> dict[str, Limits]:
