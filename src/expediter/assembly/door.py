@@ -100,8 +100,7 @@ class FrontDoor:
     ) -> None:
         file, clock = config.file, MonotonicClock()
         self.on_renewed: Callable[[Sequence[str]], None] = lambda _: None
-        self._config = config
-        self._tenants = tenants
+        self._config, self._tenants = config, tenants
         self._weights_at_start = file.weights
         registry = CollectorRegistry() if own is None else own.registry
         self._own = own
