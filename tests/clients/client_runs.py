@@ -1,4 +1,4 @@
-"""Finds and runs the clients that have an environment of their own."""
+"""Runs the clients that have an environment of their own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
-from benchmarks.peers.environments import Environment
-
-
-def interpreter(environment: Environment) -> Path:
-    """Return a client's interpreter; skip the test where its environment is not asked for."""
-    cache = os.environ.get("EXPEDITER_PEERS")
-    if cache is None:
-        pytest.skip("`make test-clients` runs it")
-    python = environment.ready(Path(cache))
-    assert python is not None, f"{environment.name} is not in {cache}"
-    return python
 
 
 def run(command: Sequence[str | Path]) -> str:

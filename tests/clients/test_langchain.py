@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.peers.environments import LANGCHAIN
-from client_runs import interpreter, run
+from client_runs import run
+from tests.engines.engine_door import interpreter
 
 from expediter.engine.default_model import DEFAULT_MODEL
 
@@ -16,7 +17,7 @@ SESSION = Path(__file__).with_name("langchain_session.py")
 
 @pytest.fixture
 def langchain() -> Path:
-    return interpreter(LANGCHAIN)
+    return interpreter(LANGCHAIN, "test-clients")
 
 
 def test_langchain(langchain: Path, url: str) -> None:

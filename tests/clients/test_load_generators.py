@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.peers.environments import AIPERF, GUIDELLM
-from client_runs import interpreter, run
+from client_runs import run
+from tests.engines.engine_door import interpreter
 
 from expediter.engine.default_model import DEFAULT_MODEL, resolve_model
 
@@ -17,12 +18,12 @@ OUTPUT_TOKENS = 8
 
 @pytest.fixture
 def aiperf() -> Path:
-    return interpreter(AIPERF).with_name("aiperf")
+    return interpreter(AIPERF, "test-clients").with_name("aiperf")
 
 
 @pytest.fixture
 def guidellm() -> Path:
-    return interpreter(GUIDELLM).with_name("guidellm")
+    return interpreter(GUIDELLM, "test-clients").with_name("guidellm")
 
 
 def test_aiperf(aiperf: Path, url: str, tmp_path: Path) -> None:
