@@ -143,7 +143,7 @@ class FrontDoor:
             tracer=self._observing.tracer,
         )
         self._take_in()
-        self.door = Door(parts, tenants, drain, self._app(drain), metrics, self._observing.sinks)
+        self.door = Door(parts, tenants, drain, self._app(drain), metrics, self._observing.records)
         self.listener = Listener(self.door, file.door.http)
 
     def _take_in(self) -> None:

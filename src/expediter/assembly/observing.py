@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -21,6 +21,7 @@ from expediter.gateway.siblings import Siblings
 from expediter.telemetry.exchanges import ExchangeRecord, ExchangeSink
 from expediter.telemetry.gateway_metrics import GatewayMetrics
 from expediter.telemetry.history import History
+from expediter.telemetry.late_records import LateRecords
 from expediter.telemetry.logging_setup import LogFormat, RequestLog
 from expediter.telemetry.process_place import ProcessPlace
 from expediter.telemetry.recent_exchanges import RecentExchanges
@@ -29,6 +30,8 @@ from expediter.telemetry.trace_context import Tracer
 
 if TYPE_CHECKING:
     from expediter.telemetry.tracing import Tracing
+
+Sink = TypeVar("Sink")
 
 PROCESS: Final = "gateway"
 """Name of the process in its log."""
@@ -92,17 +95,19 @@ class Observing:
         self._backends = backends
         self._own = own
         history, recent = History(), RecentExchanges()
-        self._siblings = Siblings(
-            lambda tenant, name: [self._named(r) for r in (*live(tenant, name), *recent.find(tenant, name))],
-            history.since,
-            place,
-        )
+
+        def requests(tenant: str, name: str) -> list[ExchangeRecord]:
+            return [self._named(r) for r in (*live(tenant, name), *self._settled(recent).find(tenant, name))]
+
+        self._siblings = Siblings(requests, lambda since: self._settled(history).since(since), place)
         self._tracing = None if config.otlp_traces_endpoint is None else _tracing(config.otlp_traces_endpoint)
-        self.sinks: list[ExchangeSink] = [metrics, history, recent]
+        sinks: list[ExchangeSink] = [metrics, history, recent]
         if config.log_format == "json":
-            self.sinks.append(RequestLog(PROCESS))
+            sinks.append(RequestLog(PROCESS))
         if self._tracing is not None:
-            self.sinks.append(self._tracing)
+            sinks.append(self._tracing)
+        self.records = LateRecords(sinks)
+        metrics.before_reading = self.records.settle
         explanations = Explanations(
             self._siblings,
             None if own is None else own.entries,
@@ -124,6 +129,11 @@ class Observing:
     def tracer(self) -> Tracer | None:
         """Who chooses the ids of spans; None if no traces are kept."""
         return self._tracing
+
+    def _settled(self, sink: Sink) -> Sink:
+        """Return who hears of requests once it has heard of all that have ended."""
+        self.records.settle()
+        return sink
 
     def _named(self, record: ExchangeRecord) -> ExchangeRecord:
         """Return a record with the names of those that its route compared: their numbers are this process's own."""

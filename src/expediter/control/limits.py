@@ -146,14 +146,12 @@ class _Account:
             num_running = len(self.running) + (0 if self.others is None else self.others.num_running)
             if num_running >= limits.max_concurrent_requests:
                 found = Exceeded(Limit.CONCURRENCY, self._next_end_s(num_running, now_s))
-        if limits.max_requests_per_minute is not None:
-            wait_s = _wait_s(self.used_requests, 1, limits.max_requests_per_minute)
-            if wait_s > (found.retry_after_s if found else 0.0):
-                found = Exceeded(Limit.REQUESTS, wait_s)
-        if limits.max_tokens_per_minute is not None:
-            wait_s = _wait_s(self.used_tokens, num_tokens, limits.max_tokens_per_minute)
-            if wait_s > (found.retry_after_s if found else 0.0):
-                found = Exceeded(Limit.TOKENS, wait_s)
+        limit = limits.max_requests_per_minute
+        if limit is not None and self.used_requests + 1 - limit > _ROUNDING:
+            found = _longer(found, Exceeded(Limit.REQUESTS, _wait_s(self.used_requests, 1, limit)))
+        limit = limits.max_tokens_per_minute
+        if limit is not None and self.used_tokens + num_tokens - limit > _ROUNDING:
+            found = _longer(found, Exceeded(Limit.TOKENS, _wait_s(self.used_tokens, num_tokens, limit)))
         return found
 
     def _next_end_s(self, num_running: int, now_s: float) -> float:
@@ -174,11 +172,13 @@ class _Account:
 
 
 def _wait_s(used: float, needed: int, limit: int) -> float:
-    """Return in how many seconds a meter has room for `needed` more; 0 if it has now, infinity if it never will."""
-    over = used + needed - limit
-    if over <= _ROUNDING:
-        return 0.0
-    return math.inf if needed > limit else over * _MINUTE_S / limit
+    """Return in how many seconds a meter that has no room for `needed` more has it; infinity if it never will."""
+    return math.inf if needed > limit else (used + needed - limit) * _MINUTE_S / limit
+
+
+def _longer(one: Exceeded | None, other: Exceeded) -> Exceeded:
+    """Return which of two limits keeps a request out longer; the first if both do alike."""
+    return one if one is not None and one.retry_after_s >= other.retry_after_s else other
 
 
 class Reservation:

@@ -32,6 +32,9 @@ class Outcome(enum.Enum):
     OPEN = "open"
     """It goes on; only for who asks meanwhile, no sink hears of it."""
 
+    __hash__ = object.__hash__
+    """That of `enum.Enum` hashes a name, in interpreted code; every request's outcome is looked up in tables."""
+
 
 _FAULTS: Final = frozenset({Outcome.NO_CAPACITY, Outcome.LATE, Outcome.EXPIRED, Outcome.FAILED})
 """Outcomes that the service has to answer for: the request has missed its targets."""

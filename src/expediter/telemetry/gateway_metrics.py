@@ -65,6 +65,10 @@ _TPOT_SUM: Final = len(TPOT_BUCKETS_S) + 1
 _Shape = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
+def _nothing() -> None:
+    """Nobody keeps anything back."""
+
+
 @dataclass(frozen=True, slots=True)
 class AtGateway:
     """What is at the gateway at a moment; tokens are those of prompts, estimated."""
@@ -82,6 +86,8 @@ class GatewayMetrics:
         backends: asked when somebody looks.
         policy: name of the routing that chooses among them.
         place: of this process.
+    Attributes:
+        before_reading: called before what was counted is shown, to have the newest counted.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class GatewayMetrics:
         policy: str = "",
         place: ProcessPlace = ALONE,
     ) -> None:
+        self.before_reading: Callable[[], None] = _nothing
         self._rows = CounterRows(place.own(_COUNTERS))
         self._others = place.others(_COUNTERS)
         self._values = self._rows.values
@@ -261,6 +268,7 @@ class GatewayMetrics:
 
     def rows(self) -> dict[Key, list[float]]:
         """Return the sums over all processes."""
+        self.before_reading()
         others = [read_rows(path) for path in self._others if path.exists()]
         return summed([self._rows.rows(), *others])
 

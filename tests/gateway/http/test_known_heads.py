@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_tools import ToyApp, statuses, talk, toy_server
 
-from expediter.gateway.http.known_heads import KnownHeads, split_head
-from expediter.gateway.http.protocol import HttpConnection, ServerState
+from expediter.gateway.http.known_heads import HeadPattern, KnownHeads, pattern_of
+from expediter.gateway.http.protocol import HttpConnection
+from expediter.gateway.http.server_state import ServerState
 from expediter.gateway.http.wire import HttpLimits
 
 CLOSE = b"GET /end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -91,15 +92,33 @@ def test_a_known_head_means_what_it_meant_when_it_was_parsed(messages: list[byte
     assert told(messages, at_once=True) == told(messages, at_once=False)
 
 
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\nA: b\r\n\r\n"
+
+
 def test_only_the_length_may_differ() -> None:
-    first = split_head(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\nA: b\r\n\r\n....")
-    second = split_head(b"POST / HTTP/1.1\r\nHost: x\r\nA: b\r\ncontent-length: 3\r\n\r\n")
-    assert first is not None
-    assert second is not None
-    assert (first.length, second.length) == (12, 3)
-    assert first.rest == second.rest == b"POST / HTTP/1.1\r\nHost: x\r\nA: b"
-    for other in (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
-        assert split_head(other) is None
+    pattern = HeadPattern(HEAD)
+    assert pattern.length == 12
+    for digits in (b"12", b"3", b"0", b"123456789"):
+        other = HEAD.replace(b"12", digits)
+        assert pattern.find(other + b"...") == (int(digits), len(other))
+    for digits in (b"", b"1234567890", b"+1", b"-1", b"1_0", b" 1", b"1 ", b"1\r\nB: c", "\u0661".encode()):
+        assert pattern.find(HEAD.replace(b"12", digits)) is None
+    for other in (HEAD.replace(b"b", b"c"), HEAD.replace(b"Length", b"length"), HEAD[:-1], HEAD[:-8], b""):
+        assert pattern.find(other) is None
+
+
+def test_without_a_length_nothing_may_differ() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pattern = HeadPattern(head)
+    assert pattern.length is None
+    assert pattern.find(head + b"5\r\n") == (0, len(head))
+    assert pattern.find(head[:-1]) is None
+
+
+def test_the_pattern_of_a_message_is_that_of_a_whole_one() -> None:
+    assert pattern_of(HEAD + b"x" * 12) is not None
+    for other in (HEAD + b"x" * 11, HEAD + b"x" * 13, HEAD[:-2], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+        assert pattern_of(other) is None
 
 
 @pytest.mark.parametrize("path", [b"/refused", b"/x"])
@@ -137,4 +156,4 @@ def test_a_connection_keeps_few_heads_and_no_bodies() -> None:
     known = connection._known
     assert isinstance(known, KnownHeads)
     assert len(known._requests) <= 8
-    assert not any(request.body for request in known._requests.values())
+    assert not any(request.body for _, request in known._requests)

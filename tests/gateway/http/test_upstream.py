@@ -131,9 +131,29 @@ async def test_a_response_with_a_length_and_a_kept_connection() -> None:
             heard = await ask(pool)
             assert heard.head is not None
             assert (heard.head.status, heard.head.length, heard.body) == (200, 5, b"hello")
-            assert heard.head.header(b"content-type") == b"text/plain"
+            assert dict(heard.head.headers)[b"content-type"] == b"text/plain"
         assert mock.num_connections == 1
         assert mock.requests == [HEAD + b"body"] * 3
+
+
+async def test_a_head_that_is_nearly_known_is_read_as_strictly_as_any() -> None:
+    """The same head with another length is known, one with two different lengths is still no response."""
+    twice = WHOLE.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n")
+    longer = WHOLE.replace(b": 5", b": 11").replace(b"hello", b"hello world")
+    answers = [WHOLE, longer, WHOLE, twice, twice.replace(b": 5", b": 2", 1)]
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\nbody")
+            writer.write(answers.pop(0))
+
+    async with backend(script) as (mock, port):
+        pool = UpstreamPool(Address(host="127.0.0.1", port=port))
+        told = [await ask(pool) for _ in range(5)]
+        assert [each.body for each in told[:4]] == [b"hello", b"hello world", b"hello", b"hello"]
+        assert [each.failure for each in told] == [None] * 4 + [UpstreamFailure.PROTOCOL]
+        assert mock.num_connections == 1
+        pool.close()
 
 
 async def test_a_response_may_come_byte_by_byte() -> None:

@@ -32,9 +32,7 @@ class ToyApp:
     def handle(self, request: HttpRequest, reply: Reply) -> None:
         self.requests.append(request)
         if request.path == "/later":
-            reply.on_gone = self._count_gone
-            reply.on_pause = lambda: self.paused.append("pause")
-            reply.on_resume = lambda: self.paused.append("resume")
+            reply.listener = self
             self.later.append(reply)
         elif request.path == "/broken":
             raise RuntimeError("a bug")
@@ -48,8 +46,14 @@ class ToyApp:
         else:
             reply.send(200, PLAIN, b"%b %b %b" % (request.method.encode(), request.path.encode(), request.body))
 
-    def _count_gone(self) -> None:
+    def reply_gone(self) -> None:
         self.gone += 1
+
+    def reply_paused(self) -> None:
+        self.paused.append("pause")
+
+    def reply_resumed(self) -> None:
+        self.paused.append("resume")
 
 
 @asynccontextmanager

@@ -8,9 +8,14 @@ import msgspec
 import numpy as np
 
 from expediter.core.request import TokenArray
+from expediter.gateway.backends.backend import Backend
 from expediter.gateway.bodies import decode_body
+from expediter.gateway.http.wire import HttpRequest
+from expediter.gateway.salts import CacheSalts
 
 _BYTES_PER_TOKEN: Final = 4
+_SALTED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Where vLLM takes a `cache_salt`."""
 _NO_TOKENS: Final[TokenArray] = np.zeros(1, np.int32)
 
 
@@ -84,3 +89,14 @@ def with_field(raw: bytes, name: str, value: str) -> bytes:
     inside = raw.strip()[:-1].rstrip()
     comma = b"" if inside == b"{" else b","
     return b"%b%b%b:%b}" % (inside, comma, msgspec.json.encode(name), msgspec.json.encode(value))
+
+
+def body_for(backend: Backend, request: HttpRequest, salt: str, salts: CacheSalts) -> bytes:
+    """Return what a backend is sent: the body, with the root of the tenant's prefix cache if it takes that.
+
+    Args:
+        salt: of the request as the door knows it. `salts`: make of it what backends may see.
+    """
+    if not (salt and backend.config.send_cache_salt and request.path in _SALTED_PATHS):
+        return request.body
+    return with_field(request.body, "cache_salt", salts.of(salt))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from starlette.types import ASGIApp
@@ -23,7 +22,8 @@ from expediter.gateway.http.asgi import AsgiCall
 from expediter.gateway.http.reply import Answer, Reply
 from expediter.gateway.http.wire import HttpRequest
 from expediter.gateway.tenants import Tenant, TenantBook, Tenants
-from expediter.telemetry.exchanges import ExchangeRecord, ExchangeSink
+from expediter.telemetry.exchanges import ExchangeRecord
+from expediter.telemetry.late_records import LateRecords
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Those that say only whether the server is there; all others need a key, whether they exist or not."""
@@ -38,12 +38,7 @@ MODEL_PATHS: Final = frozenset(
 _SWEEP_S: Final = 0.1
 _CLIENT: Final = "client"
 _LARGE_BYTES: Final = 100_000
-"""Of the length of a body that is worth a look at its tenant's limits before it is read."""
-
-
-def _is_large(request: HttpRequest) -> bool:
-    """Return whether a body has 100,000 bytes or more, or does not say how many."""
-    return request.length is None or request.length >= _LARGE_BYTES
+"""Of a body that is worth a look at its tenant's limits before it is read; so is one that does not say its length."""
 
 
 class Counts(Protocol):
@@ -57,9 +52,9 @@ class Counts(Protocol):
 
 
 class _KnownClient(NamedTuple):
-    """Who a client of a connection was with these keys, in this book of tenants."""
+    """Whose requests with the same head are, in this book of tenants."""
 
-    given: tuple[TenantBook, bytes | None, bytes | None]
+    book: TenantBook
     tenant: Tenant | None
 
 
@@ -68,7 +63,7 @@ class Door:
 
     Args:
         app: answers what is not for a model.
-        sinks: hear of each exchange that has ended.
+        records: hear of each exchange that has ended.
     """
 
     def __init__(
@@ -78,14 +73,14 @@ class Door:
         drain: Drain,
         app: ASGIApp,
         counts: Counts,
-        sinks: Sequence[ExchangeSink],
+        records: LateRecords,
     ) -> None:
         self._parts = parts
         self._tenants = tenants
         self._drain = drain
         self._app = app
         self._counts = counts
-        self._sinks = sinks
+        self._records = records
         self._live: dict[str, Exchange] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         hooks = parts.backends.hooks
@@ -101,6 +96,7 @@ class Door:
     def stop(self) -> None:
         """End what is left with errors, and close the connections to backends."""
         self.end_exchanges()
+        self._records.settle()
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._parts.pools.close_all()
@@ -119,7 +115,8 @@ class Door:
             return None
         if self._drain.is_draining:
             return self._refusal(request, refusals.shutting_down(self._drain.retry_after_s))
-        if tenant is not None and request.path in MODEL_PATHS and _is_large(request):
+        is_large = request.length is None or request.length >= _LARGE_BYTES
+        if is_large and tenant is not None and request.path in MODEL_PATHS:
             exceeded = self._parts.limits.refusal(tenant.name, request.arrived_s)
             if exceeded is not None:
                 return self._turned_away(request, tenant, over_limit(exceeded, tenant.limits))
@@ -151,16 +148,15 @@ class Door:
         return AsgiCall(self._app, request, reply, failure, extra, {} if tenant is None else {"tenant": tenant})
 
     def _tenant(self, request: HttpRequest) -> Tenant | None:
-        """Return whose a request is; a client that sends the same key again on its connection is known by it."""
-        bearer, key = request.fields.get(b"authorization"), request.fields.get(b"x-api-key")
-        given = (self._tenants.book, bearer, key)
+        """Return whose a request is; the same head again is whose it was."""
+        book = self._tenants.book
         known = request.memory.get(_CLIENT)
-        if isinstance(known, _KnownClient) and known.given == given and len(request.fields) == len(request.headers):
+        if isinstance(known, _KnownClient) and known.book is book:
             return known.tenant
         if request.repeats(b"authorization") or request.repeats(b"x-api-key"):
             return None
-        tenant = self._tenants.of(bearer, key)
-        request.memory[_CLIENT] = _KnownClient(given, tenant)
+        tenant = self._tenants.of(request.fields.get(b"authorization"), request.fields.get(b"x-api-key"))
+        request.memory[_CLIENT] = _KnownClient(book, tenant)
         return tenant
 
     def _turned_away(self, request: HttpRequest, tenant: Tenant, error: ApiError) -> Answer:
@@ -176,8 +172,7 @@ class Door:
             outcome=refusals.outcome_of(error.status),
             error_code=refusals.recorded_code(error),
         )
-        for sink in self._sinks:
-            sink.record(record)
+        self._records.record(record)
         return self._refusal(request, error)
 
     def _refusal(self, request: HttpRequest, error: ApiError) -> Answer:
@@ -200,8 +195,7 @@ class Door:
         del self._live[record.request_id]
         self._counts.left()
         self._drain.leave()
-        for sink in self._sinks:
-            sink.record(record)
+        self._records.record(record)
 
     def _ejected(self, backend: Backend) -> None:
         """Let those who still wait for a backend that has failed others try elsewhere."""
@@ -217,4 +211,5 @@ class Door:
         for exchange in tuple(self._live.values()):
             exchange.check(now_s)
         self._parts.room.sweep(now_s)
+        self._records.settle()
         self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)

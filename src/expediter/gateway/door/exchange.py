@@ -26,25 +26,24 @@ from expediter.core.request import Request
 from expediter.gateway.backends.backend import Backend, Dispatch
 from expediter.gateway.backends.dispatcher import Busy, Chosen, NobodyUp
 from expediter.gateway.door import refusals
-from expediter.gateway.door.bodies import decode_door_body, with_field
+from expediter.gateway.door.bodies import body_for, decode_door_body, with_field
 from expediter.gateway.door.heads import OWN_ID, TRACEPARENT, forwarded_headers, request_line
 from expediter.gateway.door.own_answer import OwnAnswer
 from expediter.gateway.door.parts import DoorParts
 from expediter.gateway.door.relay import SERVER_ERROR, Relay
+from expediter.gateway.door.story import Story
 from expediter.gateway.door.usage import Answered
 from expediter.gateway.errors import ApiError, deadline_exceeded, no_such_model, over_limit
 from expediter.gateway.http.reply import Reply
-from expediter.gateway.http.wire import Headers, HttpRequest, repeatable
+from expediter.gateway.http.wire import Headers, HttpRequest
 from expediter.gateway.tenants import Tenant
-from expediter.gateway.terms import TERM_HEADERS, Terms, terms_of
-from expediter.telemetry.exchanges import Attempt, ExchangeRecord, Outcome
-from expediter.telemetry.trace_context import TraceContext, new_id
+from expediter.gateway.terms import TERM_HEADERS, terms_of
+from expediter.telemetry.exchanges import ExchangeRecord, Outcome
+from expediter.telemetry.trace_context import new_id
 
 _DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Reserved, and expected, for a request that does not say how much it wants at most."""
-_NO_TERMS: Final = Terms()
-_SALTED_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-"""Where vLLM takes a `cache_salt`."""
+_NO_HEADERS: Final[Headers] = []
 _EXPIRED_STATUS: Final = 504
 """What our own API says of a request whose deadline has passed before it was started, and of nothing else."""
 _GONE_STATUS: Final = 499
@@ -55,30 +54,20 @@ class Exchange:
     """A request that some backend shall answer."""
 
     __slots__ = (
-        "_attempts",
-        "_chosen",
-        "_client_id",
         "_dispatch",
         "_excluded",
-        "_first_byte_s",
         "_headers",
         "_is_over",
-        "_is_stream",
         "_max_output_tokens",
         "_on_ended",
         "_parts",
         "_pause",
-        "_queued_behind",
-        "_queued_s",
         "_relay",
         "_reply",
         "_request",
         "_reservation",
-        "_shown_id",
-        "_span_id",
+        "_story",
         "_tenant",
-        "_terms",
-        "_trace",
         "core",
         "model",
         "request_id",
@@ -94,53 +83,39 @@ class Exchange:
         tenant: Tenant,
         on_ended: Callable[[ExchangeRecord], None],
     ) -> None:
-        self.request_id = parts.ids.new()
-        self.model = ""
         self._parts = parts
         self._request = request
         self._reply = reply
         self._tenant = tenant
         self._on_ended = on_ended
-        client_id = request.client_request_id
-        outer_id = repeatable(request.fields.get(OWN_ID))  # of another Expediter's door, which asks by it later
-        self._shown_id = client_id or self.request_id.encode("ascii")
-        self._client_id = outer_id or client_id
-        self._is_stream = False
+        self.request_id = parts.ids.new()
+        self.model = ""
+        self._story = Story(self.request_id, request, reply, tenant.name)
         self._max_output_tokens: int | None = None
-        self._terms = _NO_TERMS
         self._headers = b""
         self._reservation: Reservation | None = None
-        self._attempts: list[Attempt] = []
         self._excluded: set[int] = set()
-        self._chosen: Chosen | None = None
         self._dispatch: Dispatch | None = None
         self._relay: Relay | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._first_byte_s: float | None = None
-        self._queued_s: float | None = None
-        self._queued_behind = (0, 0)
-        self._trace: TraceContext | None = None
-        self._span_id: int | None = None
         self._is_over = False
 
     # ---- in
 
     def begin(self) -> None:
         """Check the request and send it on its way."""
-        reply = self._reply
-        reply.on_gone, reply.on_pause, reply.on_resume = self.client_left, self._slow_down, self._speed_up
+        self._reply.listener = self
         if self._parts.tracer is not None:
-            self._trace = self._parts.tracer.begin(self._request.fields.get(TRACEPARENT))
+            self._story.trace = self._parts.tracer.begin(self._request.fields.get(TRACEPARENT))
         try:
             self._check()
         except ApiError as error:
             self._refuse(error, refusals.outcome_of(error.status))
             return
         self._parts.budget.earn()
-        if self._parts.room.somebody_waits(self.model):
+        room = self._parts.room
+        if (room.is_used and room.somebody_waits(self.model)) or not self.called(time.monotonic()):
             self._wait()
-        else:
-            self._route()
 
     def _check(self) -> None:
         """Find out what is asked for, and whether it may be.
@@ -150,18 +125,21 @@ class Exchange:
         """
         parts, request, tenant = self._parts, self._request, self._tenant
         body = decode_door_body(request.body)
-        self._is_stream, self._max_output_tokens = bool(body.stream), body.output_tokens
+        story = self._story
+        story.is_stream, self._max_output_tokens = bool(body.stream), body.output_tokens
         model = body.model
         if model is None:
             model = next(filter(tenant.may_use, parts.backends.models), "")
             request.body = with_field(request.body, "model", model)  # a backend's default may be another
         if not parts.backends.knows(model) or not tenant.may_use(model):
             raise self._unknown_model()
-        self.model = model
-        terms = self._terms = terms_of(body, _term_headers(request), tenant)
-        max_tokens = max(1, body.output_tokens or _DEFAULT_OUTPUT_TOKENS)
+        self.model = story.model = model
+        terms = story.terms = terms_of(
+            body, _NO_HEADERS if TERM_HEADERS.isdisjoint(request.fields) else request.headers, tenant
+        )
+        max_tokens = max(1, self._max_output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
-            request_id=self.request_id,
+            request_id=story.request_id,
             prompt=parts.backends.contents.prompt_tokens(model, body),
             max_tokens=max_tokens,
             priority=terms.priority,
@@ -188,16 +166,6 @@ class Exchange:
 
     # ---- to a backend
 
-    def _route(self) -> None:
-        now_s = time.monotonic()
-        choice = self._choose(now_s)
-        if isinstance(choice, Chosen):
-            self._try(choice, now_s)
-        elif isinstance(choice, Busy):
-            self._wait()
-        else:
-            self._refuse(refusals.nobody_up(choice.message, choice.retry_after_s), Outcome.NO_CAPACITY)
-
     def _choose(self, now_s: float) -> Chosen | Busy | NobodyUp:
         choice = self._parts.backends.dispatcher.choose(self.core, self.model, now_s, excluded=self._excluded)
         if isinstance(choice, NobodyUp) and self._excluded:
@@ -211,58 +179,51 @@ class Exchange:
         if predicted_s is not None and is_hopeless(self.core, predicted_s, now_s):
             self._refuse(refusals.too_late(excess_s(self.core, predicted_s, now_s)), Outcome.LATE)
             return
-        self._chosen = chosen
-        dispatch = parts.backends.dispatcher.dispatched(chosen, self.core, now_s, is_stream=self._is_stream)
+        story = self._story
+        story.chosen = chosen
+        dispatch = parts.backends.dispatcher.dispatched(chosen, self.core, now_s, is_stream=story.is_stream)
         self._dispatch = dispatch
-        parts.room.started(self, now_s)
+        if parts.room.is_used:
+            parts.room.started(self, now_s)
         if backend.is_own:
             self._ask_own(dispatch)
             return
-        trace, parent = self._trace, None
+        trace, parent = story.trace, None
         if trace is not None:
-            self._span_id = new_id(64)
-            parent = trace.traceparent(self._span_id)
+            story.span_id = new_id(64)
+            parent = trace.traceparent(story.span_id)
         if not self._headers:
-            own_id = self.request_id.encode("ascii")
-            self._headers = forwarded_headers(self._request, own_id, self._shown_id, is_traced=trace is not None)
-        address, max_output = backend.address, self._max_output_tokens
-        body = self._body_for(backend)
-        line = request_line(
-            self._request, address.base_path, address.host_header, backend.authorization, parent, len(body)
-        )
+            is_traced = trace is not None
+            self._headers = forwarded_headers(self._request, story.own_id, story.shown_id, is_traced=is_traced)
+        body, max_output = body_for(backend, self._request, self.core.cache_salt, parts.salts), self._max_output_tokens
+        line = request_line(self._request, backend, parent, len(body))
         self._relay = Relay(
             self,
             dispatch,
             self._reply,
             parts.patience,
-            self._shown_id,
+            story.shown_id,
             self._request.path,
             math.inf if max_output is None else max_output,
         )
         self._relay.start(parts.pools.of(backend), line + self._headers, body)
 
-    def _body_for(self, backend: Backend) -> bytes:
-        """Return what a backend is sent: the body, with the root of the tenant's prefix cache if it takes that."""
-        request, salt = self._request, self.core.cache_salt
-        if not (salt and backend.config.send_cache_salt and request.path in _SALTED_PATHS):
-            return request.body
-        return with_field(request.body, "cache_salt", self._parts.salts.of(salt))
-
     def _ask_own(self, dispatch: Dispatch) -> None:
         app, request = self._parts.own_app, self._request
         assert app is not None
-        own_id = (OWN_ID, self.request_id.encode("ascii"))
+        story = self._story
+        own_id = (OWN_ID, story.own_id)
         request.headers = [*(pair for pair in request.headers if pair[0] != OWN_ID), own_id]
-        OwnAnswer(self, dispatch).start(app, request, self._reply, self._shown_id, self._tenant)
+        OwnAnswer(self, dispatch).start(app, request, self._reply, story.shown_id, self._tenant)
 
     # ---- the queue
 
     def _wait(self) -> None:
-        room = self._parts.room
-        if self._queued_s is None:
-            self._queued_s = time.monotonic()
-            self._queued_behind = (len(room), room.num_tokens)
-        deadline_s = self._terms.deadline_s
+        room, story = self._parts.room, self._story
+        if story.queued_s is None:
+            story.queued_s = time.monotonic()
+            story.queued_behind = (len(room), room.num_tokens)
+        deadline_s = story.terms.deadline_s
         full = room.offer(self, math.inf if deadline_s is None else self._request.arrived_s + deadline_s)
         if full is not None:
             self._refuse(refusals.queue_full(full.retry_after_s), Outcome.NO_CAPACITY)
@@ -295,12 +256,13 @@ class Exchange:
     def may_try_again(self, now_s: float) -> bool:
         """Return whether another attempt is allowed."""
         parts = self._parts
-        return len(self._attempts) + 1 < parts.retry.max_attempts and parts.budget.may_retry(now_s)
+        return len(self._story.attempts) + 1 < parts.retry.max_attempts and parts.budget.may_retry(now_s)
 
     def answering(self, now_s: float) -> None:
         """The first token is here, or the first byte of what is no stream."""
-        self._first_byte_s = now_s
-        self._parts.room.prefilled(self)
+        self._story.first_byte_s = now_s
+        if self._parts.room.is_used:
+            self._parts.room.prefilled(self)
 
     def answered(self, answered: Answered, now_s: float) -> None:
         """The response has ended as it should."""
@@ -323,7 +285,7 @@ class Exchange:
         self._end_attempt(failure, now_s)
         parts = self._parts
         if may_try_again:
-            pause_s = backoff_s(parts.retry, len(self._attempts), parts.rng)
+            pause_s = backoff_s(parts.retry, len(self._story.attempts), parts.rng)
             self._pause = asyncio.get_running_loop().call_later(pause_s, self._resume)
             return
         outcome = Outcome.NO_CAPACITY if failure is Failure.CONNECT else Outcome.FAILED
@@ -331,7 +293,8 @@ class Exchange:
 
     def _resume(self) -> None:
         self._pause = None
-        self._route()
+        if not self.called(time.monotonic()):
+            self._wait()
 
     def broke(self, status: int, failure: Failure | None, now_s: float) -> None:
         """The response broke off; the client knows."""
@@ -344,7 +307,7 @@ class Exchange:
     def _end_attempt(self, failure: Failure, now_s: float) -> None:
         dispatch, self._dispatch, self._relay = self._dispatch, None, None
         if dispatch is not None:
-            self._attempts.append(self._attempt(dispatch, now_s, failure.value))
+            self._story.attempted(dispatch, now_s, failure.value)
             self._excluded.add(dispatch.backend.replica_id)
             self._parts.room.ended(self, 0)
             dispatch.ended(failure, now_s)
@@ -361,11 +324,17 @@ class Exchange:
             self._dispatch.ended(Outcome.CLIENT_GONE, now_s)
         self._finish(_GONE_STATUS, Outcome.CLIENT_GONE, now_s, answered=answered)
 
-    def _slow_down(self) -> None:
+    def reply_gone(self) -> None:
+        """See `ReplyListener`."""
+        self.client_left()
+
+    def reply_paused(self) -> None:
+        """See `ReplyListener`."""
         if self._relay is not None:
             self._relay.pause()
 
-    def _speed_up(self) -> None:
+    def reply_resumed(self) -> None:
+        """See `ReplyListener`."""
         if self._relay is not None:
             self._relay.resume()
 
@@ -401,7 +370,7 @@ class Exchange:
         now_s = time.monotonic()
         if self._dispatch is not None:
             self._dispatch.ended(outcome, now_s)
-        self._reply.send(*refusals.answer(error, self._shown_id, self._request.path))
+        self._reply.send(*refusals.answer(error, self._story.shown_id, self._request.path))
         self._finish(error.status, outcome, now_s, refusals.recorded_code(error))
 
     def _finish(
@@ -410,92 +379,24 @@ class Exchange:
         if self._is_over:
             return
         self._is_over = True
-        parts, dispatch = self._parts, self._dispatch
+        parts, dispatch, story = self._parts, self._dispatch, self._story
         if self._pause is not None:
             self._pause.cancel()
-        num_prompt, num_output = self._num_tokens(answered)
+        num_tokens = story.num_tokens(answered, 0 if story.first_byte_s is None else self.core.num_prompt_tokens)
         if dispatch is not None:
-            self._attempts.append(self._attempt(dispatch, now_s, None))
-            parts.room.ended(self, num_output)
-        elif self._queued_s is not None:
+            story.attempted(dispatch, now_s)
+            if parts.room.is_used:
+                parts.room.ended(self, num_tokens[1])
+        elif story.queued_s is not None:
             parts.room.remove(self)
         if self._reservation is not None:
-            if self._first_byte_s is None and dispatch is None:
+            if story.first_byte_s is None and dispatch is None:
                 self._reservation.cancel(now_s)
             else:
-                self._reservation.settle(num_prompt + num_output, now_s)
+                self._reservation.settle(sum(num_tokens), now_s)
         self._relay = None
-        self._on_ended(self._record(status, outcome, now_s, code, answered, num_prompt, num_output))
-
-    def _num_tokens(self, answered: Answered | None) -> tuple[int, int]:
-        """Return prompt and output tokens, as the backend said or as well as can be told from sizes."""
-        if answered is not None and answered.usage is not None:
-            return answered.usage.num_prompt_tokens, answered.usage.num_output_tokens
-        if self._first_byte_s is None:
-            return 0, 0
-        num_output = 0 if answered is None else answered.num_output_tokens(is_stream=self._is_stream)
-        return self.core.num_prompt_tokens, num_output
+        self._on_ended(story.told(status, outcome, now_s, code, answered, num_tokens))
 
     def record(self, now_s: float) -> ExchangeRecord:
         """Return what there is to say of it while it goes on."""
-        return self._record(0, Outcome.OPEN, now_s, None, None, 0, 0)
-
-    def _record(
-        self,
-        status: int,
-        outcome: Outcome,
-        now_s: float,
-        code: str | None,
-        answered: Answered | None,
-        num_prompt: int,
-        num_output: int,
-    ) -> ExchangeRecord:
-        request, chosen, terms = self._request, self._chosen, self._terms
-        usage = None if answered is None else answered.usage
-        client_id, attempts = self._client_id, self._attempts
-        if outcome is Outcome.OPEN and self._dispatch is not None:
-            attempts = [*attempts, self._attempt(self._dispatch, now_s, None)]
-        return ExchangeRecord(
-            request_id=self.request_id,
-            client_request_id=None if client_id is None else client_id.decode("ascii"),
-            tenant=self._tenant.name,
-            model=self.model,
-            path=request.path,
-            is_stream=self._is_stream,
-            slo_class=terms.slo_class,
-            slo=terms.slo,
-            arrived_s=request.arrived_s,
-            queued_s=self._queued_s,
-            queued_behind_requests=self._queued_behind[0],
-            queued_behind_tokens=self._queued_behind[1],
-            dispatched_s=attempts[-1].dispatched_s if attempts else None,
-            first_byte_s=self._first_byte_s,
-            ended_s=now_s,
-            attempts=tuple(attempts),
-            route=None if chosen is None else chosen.decision,
-            status=status,
-            outcome=outcome,
-            error_code=code,
-            num_prompt_tokens=num_prompt,
-            num_output_tokens=num_output,
-            num_cached_tokens=None if usage is None else usage.num_cached_tokens,
-            usage_is_exact=usage is not None,
-            num_bytes_in=len(request.body),
-            num_bytes_out=self._reply.num_bytes if answered is None else answered.num_bytes,
-            predicted_ttft_s=None if chosen is None else chosen.predicted_ttft_s,
-            trace=self._trace,
-        )
-
-    def _attempt(self, dispatch: Dispatch, now_s: float, failure: str | None) -> Attempt:
-        return Attempt(
-            backend=dispatch.backend.name,
-            dispatched_s=dispatch.at_s,
-            ended_s=now_s,
-            failure=failure,
-            span_id=self._span_id,
-        )
-
-
-def _term_headers(request: HttpRequest) -> Headers:
-    """Return the headers that may be terms; most requests have none, which is seen at once."""
-    return [] if TERM_HEADERS.isdisjoint(request.fields) else request.headers
+        return self._story.so_far(self._dispatch, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from expediter.gateway.backends.backend import Backend
 from expediter.gateway.http.response_heads import ResponseHead
 from expediter.gateway.http.wire import CHUNKED_HEADER, Headers, HttpRequest, status_line
 
@@ -37,30 +38,23 @@ def forwarded_headers(request: HttpRequest, request_id: bytes, shown_id: bytes, 
     return b"%b%b\r\n" % (passed, ids)
 
 
-def request_line(
-    request: HttpRequest,
-    base_path: str,
-    host: str,
-    authorization: bytes | None,
-    traceparent: bytes | None,
-    num_body_bytes: int,
-) -> bytes:
+def request_line(request: HttpRequest, backend: Backend, traceparent: bytes | None, num_body_bytes: int) -> bytes:
     """Return the part of a forwarded head that differs between attempts.
+
+    For one head of a client's and one backend it is always the same, but for the trace and the length.
 
     Args:
         traceparent: None if no trace is kept.
     """
-    key = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+    line = request.memory.get(backend.replica_id)
+    if not isinstance(line, bytes):
+        address, authorization = backend.address, backend.authorization
+        method, path, host = (each.encode("ascii") for each in (request.method, address.base_path, address.host_header))
+        key = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method, path, request.target, host, key)
+        request.memory[backend.replica_id] = line
     parent = b"" if traceparent is None else b"traceparent: %b\r\n" % traceparent
-    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b" % (
-        request.method.encode("ascii"),
-        base_path.encode("ascii"),
-        request.target,
-        host.encode("ascii"),
-        num_body_bytes,
-        key,
-        parent,
-    )
+    return b"%b%bcontent-length: %d\r\n" % (line, parent, num_body_bytes)
 
 
 def passed_headers(head: ResponseHead, shown_id: bytes) -> Headers:

@@ -219,10 +219,6 @@ class Relay:
     def _first_silence(self) -> Silence:
         return Silence.START if self._dispatch.is_stream else Silence.WHOLE
 
-    @property
-    def _is_event_stream(self) -> bool:
-        return self._head is not None and (self._head.header(b"content-type") or b"").startswith(b"text/event-stream")
-
     def _begin(self, data: bytes, now_s: float) -> None:
         """Hand on what comes up to the first token, for which a stream may wait long after its first byte."""
         head, dispatch = self._head, self._dispatch
@@ -237,7 +233,7 @@ class Relay:
             self._longest_start_s = max(self._longest_start_s, now_s - dispatch.progress_s)
             self._pass_on(data)
         dispatch.progress_s = now_s
-        self._is_answering = not self._is_event_stream or says_something(data)
+        self._is_answering = not head.is_event_stream or says_something(data)
         if not self._is_answering:
             self._seen_bytes = self._num_bytes  # what comes next ends the wait for the first token, and is no gap
             return
@@ -261,8 +257,9 @@ class Relay:
     def _end(self, now_s: float) -> None:
         head = self._head
         assert head is not None
-        tail = b"".join([piece[-TAIL_BYTES:] for piece in self._ends])
-        if head.length is None and not head.is_chunked and self._is_event_stream and not ends_stream(self._path, tail):
+        ends = self._ends
+        tail = ends[0][-TAIL_BYTES:] if len(ends) == 1 else b"".join([piece[-TAIL_BYTES:] for piece in ends])
+        if head.length is None and not head.is_chunked and head.is_event_stream and not ends_stream(self._path, tail):
             # Its end is that of the connection: nothing but its last event tells a whole one from a broken one.
             self._fail(Failure.BROKEN, now_s)
             return
@@ -300,7 +297,7 @@ class Relay:
 
     def _tell(self, failure: Failure) -> None:
         """Say in an event stream that it is broken, where the framing allows another event."""
-        if not self._is_event_stream:
+        if self._head is None or not self._head.is_event_stream:
             return
         event = refusals.backend_failed(failure).event_at(self._path, self._num_events)
         if not self._ends[-1].endswith((b"\n\n", b"\n\n\r\n")):

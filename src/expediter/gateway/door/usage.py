@@ -89,6 +89,9 @@ def _object_at(tail: bytes, position: int) -> bytes | None:
     part = tail[position : position + _MAX_USAGE_BYTES].lstrip()
     if not part.startswith(b"{"):
         return None
+    end = part.find(b"}") + 1
+    if part.count(b"{", 0, end) == 1:
+        return part[:end]  # nothing in it has parts of its own
     depth = end = 0
     while True:
         close = part.find(b"}", end)

@@ -35,7 +35,11 @@ class QueueGauge(Protocol):
 
 
 class WaitingRoom:
-    """Who waits for room at the backends of a model, in what order, and for how long."""
+    """Who waits for room at the backends of a model, in what order, and for how long.
+
+    Attributes:
+        is_used: somebody has waited since the start. Before that it need not be told of anybody who comes or goes.
+    """
 
     def __init__(self, config: QueueConfig, weights: Mapping[str, float], clock: Clock, gauge: QueueGauge) -> None:
         self._config = config
@@ -45,6 +49,7 @@ class WaitingRoom:
         self._queues: dict[str, CentralQueue] = {}
         self._waiters: dict[str, Waiter] = {}
         self._is_calling_soon = False
+        self.is_used = False
 
     def rearrange(self, config: QueueConfig, weights: Mapping[str, float]) -> None:
         """Take other bounds, another ordering, other weights; as `CentralQueue.rearrange`."""
@@ -71,6 +76,7 @@ class WaitingRoom:
         """Let somebody wait, or say when there may be room for it. Others may be dismissed for it, or it itself."""
         queue = self._queues.get(waiter.model)
         if queue is None:
+            self.is_used = True
             queue = self._queues[waiter.model] = CentralQueue(self._config, self._weights)
         now_s = self._clock.now()
         full = queue.offer(waiter.core, now_s, deadline_s)

@@ -62,8 +62,7 @@ class AsgiCall:
         self._was_received = False
         self._gone: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
-        reply.on_gone = self._on_gone
-        reply.on_resume = self._on_resume
+        reply.listener = self
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -111,13 +110,20 @@ class AsgiCall:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
-    def _on_gone(self) -> None:
+    # ---- of the reply
+
+    def reply_gone(self) -> None:
+        """The application's next `receive` says so, and its `send` waits no longer."""
         self._is_gone = True
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
-        self._on_resume()
+        self.reply_resumed()
 
-    def _on_resume(self) -> None:
+    def reply_paused(self) -> None:
+        """The application's next `send` waits."""
+
+    def reply_resumed(self) -> None:
+        """It goes on."""
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 

@@ -9,8 +9,9 @@ import time
 from email.utils import formatdate
 from typing import Final
 
-from expediter.gateway.http.protocol import HttpConnection, ServerState
+from expediter.gateway.http.protocol import HttpConnection
 from expediter.gateway.http.reply import Application
+from expediter.gateway.http.server_state import ServerState
 from expediter.gateway.http.wire import HttpLimits
 
 _SWEEP_S: Final = 0.25

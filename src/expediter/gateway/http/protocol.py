@@ -13,47 +13,16 @@ from typing import Any, Final
 
 import httptools
 
-from expediter.gateway.http.known_heads import KnownHeads, split_head
-from expediter.gateway.http.reply import Answer, Application, Reply
-from expediter.gateway.http.wire import CLOSE_HEADER, KEEP_ALIVE_HEADER, Headers, HttpLimits, HttpRequest
+from expediter.gateway.http.known_heads import HeadPattern, KnownHeads, pattern_of
+from expediter.gateway.http.reply import Answer, Reply
+from expediter.gateway.http.server_state import ServerState
+from expediter.gateway.http.wire import CLOSE_HEADER, KEEP_ALIVE_HEADER, Headers, HttpRequest
 
 logger = logging.getLogger(__name__)
 
 _LINGER_S: Final = 3.0
 """A client that is turned away may go on sending for so long, so that it gets to read why."""
 _NEVER: Final = float("inf")
-
-
-class ServerState:
-    """What the connections of one listener share.
-
-    Attributes:
-        connections: open ones.
-        buffered_bytes: of request bodies that are not complete yet.
-        is_closing: connections close behind the response that they are at.
-        date_header: of now.
-    """
-
-    def __init__(self, app: Application, limits: HttpLimits) -> None:
-        self.app = app
-        self.limits = limits
-        self.connections: set[HttpConnection] = set()
-        self.buffered_bytes = 0
-        self.is_closing = False
-        self.date_header = b""
-        self._nobody_left: asyncio.Event | None = None
-
-    def left(self, connection: HttpConnection) -> None:
-        """Forget a connection that is closed."""
-        self.connections.discard(connection)
-        if self._nobody_left is not None and not self.connections:
-            self._nobody_left.set()
-
-    async def until_nobody_is_left(self) -> None:
-        """Return once all connections are closed."""
-        self._nobody_left = asyncio.Event()
-        if self.connections:
-            await self._nobody_left.wait()
 
 
 class _Turn:
@@ -79,7 +48,7 @@ class HttpConnection(asyncio.Protocol):
         self._limits = state.limits
         self._max_head_bytes = state.limits.max_head_bytes
         self._known = KnownHeads()
-        self._head_rest: bytes | None = None  # of the request that is read, if it came in one piece
+        self._pattern: HeadPattern | None = None  # of the request that is read, if it came in one piece
         self._transport: Any = None
         self._parser = httptools.HttpRequestParser(self)
         self._turns: deque[_Turn] = deque()
@@ -119,22 +88,22 @@ class HttpConnection(asyncio.Protocol):
         self._is_deaf = True
         reply, self._reply = self._reply, None
         if reply is not None and not reply.ended:
-            on_gone = reply.on_gone
+            listener = reply.listener
             reply.forget()
-            if on_gone is not None:
-                on_gone()
+            if listener is not None:
+                listener.reply_gone()
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
         self.write_deadline_s = time.monotonic() + self._limits.write_timeout_s
-        if self._reply is not None and self._reply.on_pause is not None:
-            self._reply.on_pause()
+        if self._reply is not None and self._reply.listener is not None:
+            self._reply.listener.reply_paused()
 
     def resume_writing(self) -> None:
         self.is_write_paused = False
         self.write_deadline_s = _NEVER
-        if self._reply is not None and self._reply.on_resume is not None:
-            self._reply.on_resume()
+        if self._reply is not None and self._reply.listener is not None:
+            self._reply.listener.reply_resumed()
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -158,15 +127,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _take_known(self, data: bytes, now_s: float) -> bool:
         """Take a whole request in whose head was seen before; return False if it is none."""
-        self._head_rest = None
-        split = split_head(data)
-        if split is None:
-            return False
-        if len(data) != split.body_at + split.length or split.length > self._limits.max_body_bytes:
-            return False
-        request = self._known.request(split, data[split.body_at :], now_s)
-        if request is None:
-            self._head_rest = split.rest
+        request = self._known.request(data, now_s)
+        if request is None or (request.length or 0) > self._limits.max_body_bytes:
+            self._pattern = pattern_of(data)
             return False
         refusal = self._state.app.admit(request)
         if refusal is not None:
@@ -261,9 +224,9 @@ class HttpConnection(asyncio.Protocol):
         body = self._body
         request.body = body[0] if len(body) == 1 else b"".join(body)
         self._forget_body()
-        if self._head_rest is not None and keeps_alive:
-            self._known.learn(self._head_rest, request)
-            self._head_rest = None
+        if self._pattern is not None and keeps_alive:
+            self._known.learn(self._pattern, request)
+        self._pattern = None
         self._request = None
         self._in_message = False
         self._head_bytes = 0

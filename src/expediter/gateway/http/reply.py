@@ -58,12 +58,24 @@ class ReplyOwner(Protocol):
     def close(self) -> None: ...
 
 
+class ReplyListener(Protocol):
+    """Whoever answers, to be told how the client takes it. Hears nothing after the end."""
+
+    def reply_gone(self) -> None:
+        """The client has closed the connection before the end."""
+
+    def reply_paused(self) -> None:
+        """The client reads too slowly."""
+
+    def reply_resumed(self) -> None:
+        """It has caught up."""
+
+
 class Reply:
     """The response to one request. Calls after its end, or after the client has left, do nothing.
 
     Attributes:
-        on_gone: called when the client closes the connection before the end.
-        on_pause, on_resume: called when the client reads too slowly, and when it has caught up.
+        listener: told how the client takes it.
         num_bytes: written by this object so far, heads and framing included.
     """
 
@@ -74,10 +86,8 @@ class Reply:
         "_transport",
         "_version",
         "ended",
+        "listener",
         "num_bytes",
-        "on_gone",
-        "on_pause",
-        "on_resume",
         "started",
     )
 
@@ -90,9 +100,7 @@ class Reply:
         self.started = False
         self.ended = False
         self.num_bytes = 0
-        self.on_gone: Callable[[], None] | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
+        self.listener: ReplyListener | None = None
 
     @property
     def takes_chunks(self) -> bool:
@@ -127,7 +135,7 @@ class Reply:
         """Send a head that names the body's length or its encoding, without its last line, and a part of the body.
 
         From here on the body is written by what is returned, with the framing that it has already, and ended by
-        `end_framed`. Only for clients that take chunks, if it is chunked, and not after `on_gone`.
+        `end_framed`. Only for clients that take chunks, if it is chunked, and not after `reply_gone`.
         """
         self.started = True
         if not self.ended:
@@ -157,7 +165,7 @@ class Reply:
     def forget(self) -> None:
         """Do nothing any more, and let go of who has to be called: nothing here must wait for the garbage collector."""
         self.ended = True
-        self.on_gone = self.on_pause = self.on_resume = None
+        self.listener = None
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> bytes:
         self.started = True

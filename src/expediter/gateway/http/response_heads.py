@@ -18,6 +18,7 @@ class ResponseHead(NamedTuple):
         headers: but for Content-Length.
         length: of the body, None if it is chunked or ends with the connection.
         is_chunked: body bytes come with their framing.
+        is_event_stream: the body is `text/event-stream`.
         memory: for what is made of the headers; heads that differ in their length alone share it.
     """
 
@@ -25,11 +26,12 @@ class ResponseHead(NamedTuple):
     headers: Headers
     length: int | None
     is_chunked: bool
+    is_event_stream: bool
     memory: dict[str, bytes]
 
-    def header(self, name: bytes) -> bytes | None:
-        """Return the first header of this name, in lower case."""
-        return next((value for known, value in self.headers if known == name), None)
+    def with_length(self, length: int) -> ResponseHead:
+        """Return the same head for a body of another length."""
+        return ResponseHead(self.status, self.headers, length, False, self.is_event_stream, self.memory)
 
 
 class ResponseError(Exception):
@@ -51,7 +53,7 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
     keeps_alive = first[1] == b"1"
     headers: Headers = []
     length: int | None = None
-    is_chunked = False
+    is_chunked = is_event_stream = False
     for match in _HEADER.finditer(raw, position):
         if match.start() != position:
             raise ResponseError
@@ -67,6 +69,8 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
             if is_chunked or value.lower() != b"chunked":
                 raise ResponseError
             is_chunked = True
+        elif name == b"content-type":
+            is_event_stream = is_event_stream or value.startswith(b"text/event-stream")
         elif name == b"connection":
             tokens = value.lower()
             keeps_alive = b"close" not in tokens and (keeps_alive or b"keep-alive" in tokens)
@@ -74,4 +78,5 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, bool]:
         raise ResponseError
     if status in BODILESS:
         length, is_chunked = 0, False
-    return ResponseHead(status, headers, length, is_chunked, {}), keeps_alive and (is_chunked or length is not None)
+    head = ResponseHead(status, headers, length, is_chunked, is_event_stream, {})
+    return head, keeps_alive and (is_chunked or length is not None)

@@ -11,11 +11,11 @@ from typing import Any, Final, Protocol
 
 from expediter.core.errors import ConfigurationError
 from expediter.gateway.http.chunks import NUM_PLAIN, PLAIN_STARTS, ChunkError, ChunkTracker
-from expediter.gateway.http.known_heads import without_length
+from expediter.gateway.http.known_heads import HeadPattern
 from expediter.gateway.http.response_heads import ResponseError, ResponseHead, parse_response_head
 
 _MAX_HEAD_BYTES: Final = 65536
-_MAX_HEADS: Final = 64
+_MAX_HEADS: Final = 4
 _JOIN_BYTES: Final = 65536
 """A request up to here goes out as one piece; above, copying it would cost more than a second write."""
 
@@ -170,7 +170,7 @@ class UpstreamPool:
     def __init__(self, address: Address) -> None:
         self.address = address
         self._idle: list[_Connection] = []
-        self._heads: dict[bytes, tuple[ResponseHead, bool]] = {}
+        self._heads: list[tuple[HeadPattern, ResponseHead, bool]] = []  # the newest first: they tell the time
         self._is_closed = False
 
     def send(self, head: bytes, body: bytes, listener: UpstreamListener, *, unwraps: bool = False) -> UpstreamCall:
@@ -206,21 +206,30 @@ class UpstreamPool:
                 )
         return connection
 
-    def parse_head(self, raw: bytes) -> tuple[ResponseHead, bool]:
-        """As `parse_response_head`; a head that differs from an earlier one in its length alone is known."""
-        parts = without_length(raw)
-        if parts is None:
-            return parse_response_head(raw)
-        known = self._heads.get(parts[0])
-        if known is None:
-            known = parse_response_head(raw)
-            if known[0].length:
-                if len(self._heads) >= _MAX_HEADS:
-                    self._heads.clear()
-                self._heads[parts[0]] = known
-            return known
-        head, keeps_alive = known
-        return ResponseHead(head.status, head.headers, int(parts[1]), False, head.memory), keeps_alive
+    def read_head(self, data: bytes) -> tuple[ResponseHead, bool, int] | None:
+        """Return the head that data begins with, as `parse_response_head` does, and where the body begins.
+
+        Heads that came before, in whatever response of this backend, are not parsed again.
+
+        Returns:
+            None if the head is not whole.
+        Raises:
+            ResponseError: it is malformed, or too long.
+        """
+        for pattern, head, keeps_alive in self._heads:
+            found = pattern.find(data)
+            if found is not None:
+                return (head if pattern.length is None else head.with_length(found[0])), keeps_alive, found[1]
+        end = data.find(b"\r\n\r\n")
+        if (len(data) if end < 0 else end) > _MAX_HEAD_BYTES:
+            raise ResponseError
+        if end < 0:
+            return None
+        head, keeps_alive = parse_response_head(data[: end + 2])
+        pattern = HeadPattern(data[: end + 4])
+        if pattern.is_plain and head.length == pattern.length:
+            self._heads = [(pattern, head, keeps_alive), *self._heads[: _MAX_HEADS - 1]]
+        return head, keeps_alive, end + 4
 
     def keep(self, connection: _Connection) -> None:
         if self._is_closed or len(self._idle) >= self.address.max_idle:
@@ -342,15 +351,15 @@ class _Connection(asyncio.Protocol):
 
     def _read_head(self, data: bytes) -> bytes | None:
         """Take the head in; return what is there of the body, None if there is none to be read yet, or ever."""
-        self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        if (len(self._buffer) if end < 0 else end) > _MAX_HEAD_BYTES:
-            raise ResponseError
-        if end < 0:
+        if self._buffer:
+            data = self._buffer + data
+        read = self._pool.read_head(data)
+        if read is None:
+            self._buffer = data
             return None
-        raw, rest = self._buffer[: end + 2], self._buffer[end + 4 :]
         self._buffer = b""
-        head, keeps_alive = self._pool.parse_head(raw)
+        head, keeps_alive, body_at = read
+        rest = data[body_at:]
         if head.status < 200:
             return self._read_head(rest) if rest else None
         self._head, self._keeps_alive, self._left = head, keeps_alive, head.length

@@ -121,7 +121,7 @@ class HttpRequest:
         self.peer = peer
         self.sock = sock
         self.context: object = None
-        self.memory: dict[str, object] = {}
+        self.memory: dict[str | int, object] = {}
         raw_path, _, self.query = origin_form(target).partition(b"?")
         path = raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
