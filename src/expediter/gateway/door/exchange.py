@@ -35,7 +35,7 @@ from expediter.gateway.door.story import Story
 from expediter.gateway.door.usage import Answered
 from expediter.gateway.errors import ApiError, deadline_exceeded, no_such_model, over_limit
 from expediter.gateway.http.reply import Reply
-from expediter.gateway.http.wire import Headers, HttpRequest
+from expediter.gateway.http.wire import HttpRequest
 from expediter.gateway.tenants import Tenant
 from expediter.gateway.terms import TERM_HEADERS, terms_of
 from expediter.telemetry.exchanges import ExchangeRecord, Outcome
@@ -43,7 +43,6 @@ from expediter.telemetry.trace_context import new_id
 
 _DEFAULT_OUTPUT_TOKENS: Final = 1024
 """Reserved, and expected, for a request that does not say how much it wants at most."""
-_NO_HEADERS: Final[Headers] = []
 _EXPIRED_STATUS: Final = 504
 """What our own API says of a request whose deadline has passed before it was started, and of nothing else."""
 _GONE_STATUS: Final = 499
@@ -134,9 +133,7 @@ class Exchange:
         if not parts.backends.knows(model) or not tenant.may_use(model):
             raise self._unknown_model()
         self.model = story.model = model
-        terms = story.terms = terms_of(
-            body, _NO_HEADERS if TERM_HEADERS.isdisjoint(request.fields) else request.headers, tenant
-        )
+        terms = story.terms = terms_of(body, () if TERM_HEADERS.isdisjoint(request.fields) else request.headers, tenant)
         max_tokens = max(1, self._max_output_tokens or _DEFAULT_OUTPUT_TOKENS)
         self.core = Request(
             request_id=story.request_id,
