@@ -34,7 +34,7 @@ def test_who_reads_the_metrics_reads_what_has_ended() -> None:
     records = LateRecords([metrics])
     metrics.before_reading = records.settle
     records.record(answered())
-    labels = {"model": "m", "tenant": "alice"}
+    labels = {"model_name": "m", "tenant": "alice"}
     samples = [sample for family in registry.collect() for sample in family.samples]
     named = [each for each in samples if each.name == "expediter:gateway_requests_total"]
     assert [each.value for each in named if each.labels.items() >= labels.items()] == [1.0]
