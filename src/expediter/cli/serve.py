@@ -28,7 +28,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder (default: SmolLM2-135M-Instruct)"
     )
-    network = parser.add_argument_group("network")
+    _add_network_flags(parser.add_argument_group("network"))
+    _add_seeing_flags(parser.add_argument_group("what is written of requests, see docs/observe.md"))
+    _add_backend_flags(parser.add_argument_group("backends: servers that speak OpenAI's API, see docs/backends.md"))
+    admin = parser.add_argument_group("admin listener: backends come and go, see docs/backends.md")
+    admin.add_argument("--admin-host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    admin.add_argument("--admin-port", type=int, metavar="PORT", help="0 lets the system choose (default: none)")
+    _add_replica_flags(parser.add_argument_group("replicas"))
+    _add_limit_flags(parser.add_argument_group("limits and policy of each replica (default: the preset's)"))
+
+
+def _add_network_flags(network: argparse._ArgumentGroup) -> None:
     network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     network.add_argument("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
     network.add_argument(
@@ -43,7 +53,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SECONDS",
         help="for requests in flight at SIGTERM (default: %(default)s)",
     )
-    seeing = parser.add_argument_group("what is written of requests, see docs/observe.md")
+
+
+def _add_seeing_flags(seeing: argparse._ArgumentGroup) -> None:
     seeing.add_argument(
         "--log-format",
         choices=("text", "json"),
@@ -55,7 +67,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="URL",
         help="send OpenTelemetry spans there over HTTP, such as http://127.0.0.1:4318/v1/traces",
     )
-    backends = parser.add_argument_group("backends: servers that speak OpenAI's API, see docs/backends.md")
+
+
+def _add_backend_flags(backends: argparse._ArgumentGroup) -> None:
     backends.add_argument(
         "--backend",
         action="append",
@@ -70,16 +84,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="processes that share the port; without replicas of our own only (default: %(default)s)",
     )
-    admin = parser.add_argument_group("admin listener: backends come and go, see docs/backends.md")
-    admin.add_argument("--admin-host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    admin.add_argument("--admin-port", type=int, metavar="PORT", help="0 lets the system choose (default: none)")
-    replicas = parser.add_argument_group("replicas")
+
+
+def _add_replica_flags(replicas: argparse._ArgumentGroup) -> None:
     replicas.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
     replicas.add_argument("--preset", default="sarathi", metavar="NAME", help="default: %(default)s")
     replicas.add_argument("--routing", metavar="NAME", help="who gets a request (default: the preset's)")
     replicas.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     replicas.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    limits = parser.add_argument_group("limits and policy of each replica (default: the preset's)")
+
+
+def _add_limit_flags(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument("--max-num-seqs", type=int, metavar="N", help="most running sequences")
     limits.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
     limits.add_argument("--max-model-len", type=int, metavar="TOKENS", help="default: what model and KV cache hold")

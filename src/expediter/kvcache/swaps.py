@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expediter.core.errors import InvariantError
 from expediter.core.plan import NO_MOVES, BlockMoves
 from expediter.kvcache.block_tables import BlockTables
 from expediter.kvcache.pool import BlockIds
@@ -105,10 +106,18 @@ class Swaps:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[BlockMoves, BlockMoves]:
-        """Return the moves out and in since the last call, for the plan that is being made."""
+    def take(self, *, is_carried: bool) -> tuple[BlockMoves, BlockMoves]:
+        """Return the moves out and in since the last call, for the plan that is being made.
+
+        Args:
+            is_carried: the plan runs something; moves never go alone.
+        Raises:
+            InvariantError: it does not, and there are moves.
+        """
         if not (self._out or self._into):
             return NO_MOVES, NO_MOVES
+        if not is_carried:
+            raise InvariantError("blocks are to move, and nothing runs with them")
         out, into = _joined(self._out), _joined(self._into)
         self._out, self._into = [], []
         return out, into

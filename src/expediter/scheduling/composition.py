@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expediter.core.errors import InvariantError
 from expediter.core.plan import IntArray, StepFeatures, StepPlan
 from expediter.core.request import RequestState
 from expediter.scheduling.decoding import DecodingBatch
@@ -24,9 +23,6 @@ def compose(draft: Draft, step_id: int) -> tuple[StepPlan, Chunks]:
     """Pack a draft into a plan: decodes first, then the chunks; also return whom the chunks are for.
 
     The arrays are copies, so that an abort while the plan is in flight cannot change them.
-
-    Raises:
-        InvariantError: blocks are to move between device and host, and nothing runs with them.
     """
     running = draft.running
     decoding, kv = running.decoding, running.kv
@@ -47,9 +43,7 @@ def compose(draft: Draft, step_id: int) -> tuple[StepPlan, Chunks]:
         if rows:
             sampled = np.concatenate((sampled, np.array(rows, np.intp)))
             sample_slots = np.concatenate((sample_slots, np.array([s.slot for s in chunks.sampled], np.int32)))
-    swap_out, swap_in = kv.swaps.take()
-    if not len(slots) and (swap_out.num_blocks or swap_in.num_blocks):
-        raise InvariantError("blocks are to move, and nothing runs with them")
+    swap_out, swap_in = kv.swaps.take(is_carried=len(slots) > 0)
     context = decoding.context_tokens if size else 0
     features = StepFeatures(len(tokens), len(slots), size, context, attention)
     if draft.pad_to:

@@ -68,42 +68,7 @@ _FIGURES_NOTE: Final = (
 
 def add_at_load(page: Page, comparison: Comparison) -> None:
     """Add what is shown for one load at a time, and the choice of it."""
-    first = _draw(comparison)
-    queue = _timeline_figure(
-        comparison,
-        "queue",
-        "Queue over time",
-        "Requests that wait to be started, at all replicas. A queue that only grows is overload. Time goes on until "
-        f"the last request has ended.{first}",
-        Axis(label="waiting requests", name="waiting", min=0.0),
-        lambda timeline: timeline.num_waiting,
-    )
-    memory = _timeline_figure(
-        comparison,
-        "kv",
-        "KV memory over time",
-        "Share of the KV blocks of all replicas that running requests own. At 100 % nobody can start, and requests are "
-        f"preempted.{first}",
-        Axis(label="KV blocks in use", name="in use", unit="share", min=0.0, max=1.0),
-        lambda timeline: timeline.kv_used_share,
-    )
-    running = _timeline_figure(
-        comparison,
-        "running",
-        "Running requests over time",
-        f"At all replicas.{first}",
-        Axis(label="running requests", name="running", min=0.0),
-        lambda timeline: timeline.num_running,
-    )
-    fullest = _timeline_figure(
-        comparison,
-        "fullest",
-        "KV memory of the fullest replica",
-        "Share of its KV blocks that running requests own; in each interval of whichever replica has most in use. Far "
-        f"above the plot of all replicas, work is spread unevenly, or replicas have different roles.{first}",
-        Axis(label="KV blocks in use", name="in use", unit="share", min=0.0, max=1.0),
-        lambda timeline: timeline.kv_used_share_highest,
-    )
+    queue, memory, running, fullest = _timelines(comparison)
     has_replicas = any(
         entry.configuration["replicas"] > 1 or entry.configuration["pools"] for entry in comparison.entries
     )
@@ -167,6 +132,47 @@ def _curve_view(cells: Sequence[Cell], curve_of: Callable[[Cell], Curve], marks:
     return View(x=x.tolist(), y=rows, marks=marks)
 
 
+def _timelines(comparison: Comparison) -> tuple[Figure, ...]:
+    """Return the plots over time: the queue, KV memory, what runs, and KV memory of the fullest replica."""
+    first = _draw(comparison)
+    queue = _timeline_figure(
+        comparison,
+        "queue",
+        "Queue over time",
+        "Requests that wait to be started, at all replicas. A queue that only grows is overload. Time goes on until "
+        f"the last request has ended.{first}",
+        Axis(label="waiting requests", name="waiting", min=0.0),
+        lambda timeline: timeline.num_waiting,
+    )
+    memory = _timeline_figure(
+        comparison,
+        "kv",
+        "KV memory over time",
+        "Share of the KV blocks of all replicas that running requests own. At 100 % nobody can start, and requests are "
+        f"preempted.{first}",
+        Axis(label="KV blocks in use", name="in use", unit="share", min=0.0, max=1.0),
+        lambda timeline: timeline.kv_used_share,
+    )
+    running = _timeline_figure(
+        comparison,
+        "running",
+        "Running requests over time",
+        f"At all replicas.{first}",
+        Axis(label="running requests", name="running", min=0.0),
+        lambda timeline: timeline.num_running,
+    )
+    fullest = _timeline_figure(
+        comparison,
+        "fullest",
+        "KV memory of the fullest replica",
+        "Share of its KV blocks that running requests own; in each interval of whichever replica has most in use. Far "
+        f"above the plot of all replicas, work is spread unevenly, or replicas have different roles.{first}",
+        Axis(label="KV blocks in use", name="in use", unit="share", min=0.0, max=1.0),
+        lambda timeline: timeline.kv_used_share_highest,
+    )
+    return queue, memory, running, fullest
+
+
 def _timeline_figure(
     comparison: Comparison, name: str, title: str, caption: str, y: Axis, row_of: Callable[[Timeline], Sequence[float]]
 ) -> Figure:
@@ -227,7 +233,16 @@ def _bars_by_load(
 
 def _figures_table(comparison: Comparison, load: float) -> Markup:
     cells = comparison.cells_at(load)
-    latency = table(
+    return Markup(
+        subheading("The same in figures")
+        + _latencies(cells)
+        + _rates(cells, per_gpu=comparison.per_gpu)
+        + _FIGURES_NOTE
+    )
+
+
+def _latencies(cells: Sequence[Cell]) -> Markup:
+    return table(
         (
             "seconds",
             "TTFT mean",
@@ -252,6 +267,9 @@ def _figures_table(comparison: Comparison, load: float) -> Markup:
             for cell in cells
         ],
     )
+
+
+def _rates(cells: Sequence[Cell], *, per_gpu: bool) -> Markup:
     head = (
         "",
         "in time",
@@ -263,8 +281,8 @@ def _figures_table(comparison: Comparison, load: float) -> Markup:
         "preemptions",
         "budget used",
     )
-    rest = table(
-        head if not comparison.per_gpu else (*head, "goodput per GPU"),
+    return table(
+        head if not per_gpu else (*head, "goodput per GPU"),
         [
             (
                 cell.entry,
@@ -276,12 +294,11 @@ def _figures_table(comparison: Comparison, load: float) -> Markup:
                 percent(cell.kv_used_share_highest),
                 number(cell.num_preemptions),
                 _or_dash(percent, cell.budget_used_share),
-                *([number(fmean(cell.goodput_rps_per_gpu))] if comparison.per_gpu else []),
+                *([number(fmean(cell.goodput_rps_per_gpu))] if per_gpu else []),
             )
             for cell in cells
         ],
     )
-    return Markup(subheading("The same in figures") + latency + rest + _FIGURES_NOTE)
 
 
 def _or_dash(say: Callable[[float], str], value: float | None) -> str:
