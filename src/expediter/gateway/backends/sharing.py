@@ -73,12 +73,15 @@ class Sharing:
     def dispatched(self, backend: Backend, model: str, request: Request) -> None:
         """Hear that this process has sent a request to a backend."""
         self._loads.publish(backend.name, backend.counts)
-        if self.tell is not None:
-            keys = _packed(self._contents.keys(model, request))
-            if self._num_bytes + len(keys) > _MAX_KEYS_BYTES:
-                self._tell_placed()
-            self._placed.append((model, backend.name, keys))
-            self._num_bytes += len(keys) + len(model) + len(backend.name)
+        if self.tell is None:
+            return
+        keys = _packed(self._contents.keys(model, request))
+        if not keys:
+            return  # shorter than a block: there is nothing to be hit
+        if self._num_bytes + len(keys) > _MAX_KEYS_BYTES:
+            self._tell_placed()
+        self._placed.append((model, backend.name, keys))
+        self._num_bytes += len(keys) + len(model) + len(backend.name)
 
     # ---- to and from the others
 
@@ -103,13 +106,14 @@ class Sharing:
         """Note where another process has sent prompts; what is no such message changes nothing."""
         try:
             placed = _PLACED.decode(message)
-            named = {backend.name: backend for backend in self._backends.values()}
-            for model, name, keys in placed:
-                backend = named.get(name)
-                if backend is not None and model in backend.models:
-                    self._contents.placed(backend, model, np.frombuffer(keys, "<u8").tolist())
+            prompts = [np.frombuffer(keys, "<u8").tolist() for _, _, keys in placed]
         except (msgspec.DecodeError, ValueError):
             return
+        named = {backend.name: backend for backend in self._backends.values()}
+        for (model, name, _), numbers in zip(placed, prompts, strict=True):
+            backend = named.get(name)
+            if backend is not None and model in backend.models:
+                self._contents.placed(backend, model, numbers)
 
     def _elsewhere(self, backend: Backend, counts: Counts) -> None:
         had_room, backend.elsewhere = backend.has_room, counts
