@@ -70,7 +70,7 @@ def pattern_of(message: bytes) -> HeadPattern | None:
     end = message.find(b"\r\n\r\n") + 4
     pattern = HeadPattern(message[:end])
     found = None if pattern.length is None else pattern.find(message)
-    return pattern if found is not None and sum(found) == len(message) else None
+    return pattern if found is not None and sum(found) == len(message) else None  # the body's length, and its place
 
 
 class KnownHeads:
