@@ -155,6 +155,8 @@ class ExchangeRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         in one piece came is not known here, so that such an answer is held against its end-to-end target alone.
         """
         if self.outcome is Outcome.OK:
+            if self.slo is NO_SLO:  # as most: there is nothing to compute
+                return True
             return self.slo.is_met(self.ttft_s or 0.0, self.tpot_s, self.e2e_s)
         return False if self.outcome in _FAULTS else None
 

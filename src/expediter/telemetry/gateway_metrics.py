@@ -190,11 +190,13 @@ class GatewayMetrics:
         values[series.output_tokens] += record.num_output_tokens
         if record.num_cached_tokens:
             values[series.cached_tokens] += record.num_cached_tokens
-        e2e_s, ttft_s, tpot_s = record.ended_s - record.arrived_s, record.ttft_s, record.tpot_s
+        e2e_s = record.ended_s - record.arrived_s
         values[series.e2e + bisect_left(LATENCY_BUCKETS_S, e2e_s)] += 1.0
         values[series.e2e + _LATENCY_SUM] += e2e_s
+        ttft_s = record.ttft_s if record.is_stream else None
         if ttft_s is None:
             return
+        tpot_s = record.tpot_s
         values[series.ttft + bisect_left(LATENCY_BUCKETS_S, ttft_s)] += 1.0
         values[series.ttft + _LATENCY_SUM] += ttft_s
         if tpot_s is not None:

@@ -81,13 +81,14 @@ class Interval(msgspec.Struct):
         if record.num_cached_tokens is not None:
             self.num_told_tokens += record.num_prompt_tokens
             self.num_cached_tokens += record.num_cached_tokens
-        ttft_s, tpot_s = record.ttft_s, record.tpot_s
+        ttft_s = record.ttft_s if record.is_stream else None
         if ttft_s is not None:
             _count(self.ttft, ttft_s)
+            tpot_s = record.tpot_s
             if tpot_s is not None:
                 _count(self.tpot, tpot_s)
         # Hardly any request is among the slowest: most are told from them by one comparison.
-        if met is False or (record.e2e_s if ttft_s is None else ttft_s) > self.slow_wait_s:
+        if met is False or (record.ended_s - record.arrived_s if ttft_s is None else ttft_s) > self.slow_wait_s:
             self._keep_slow(record)
 
     def merge(self, other: Interval) -> None:

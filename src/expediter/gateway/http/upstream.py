@@ -75,9 +75,14 @@ def _to_nobody(data: bytes, is_last: bool) -> None:
 
 
 class UpstreamCall:
-    """One request to a backend."""
+    """One request to a backend.
 
-    __slots__ = ("_connecting", "_connection", "_listener", "_pool", "_request", "unwraps")
+    Attributes:
+        listener: hears of the response; None once it is over, or not wanted any more.
+        unwraps: the listener wants a chunked body without its framing.
+    """
+
+    __slots__ = ("_connecting", "_connection", "_pool", "_request", "listener", "unwraps")
 
     def __init__(
         self, pool: UpstreamPool, request: tuple[bytes, bytes], listener: UpstreamListener, unwraps: bool
@@ -85,13 +90,13 @@ class UpstreamCall:
         self._pool = pool
         self.unwraps = unwraps
         self._request = request
-        self._listener: UpstreamListener | None = listener
+        self.listener: UpstreamListener | None = listener
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
         """Want no more of it: the connection is closed at once, and the listener hears nothing any more."""
-        self._listener = None
+        self.listener = None
         if self._connection is not None:
             self._connection.abort()
         if self._connecting is not None:
@@ -137,30 +142,21 @@ class UpstreamCall:
             return
         finally:
             self._connecting = None
-        if self._listener is None:
+        if self.listener is None:
             connection.abort()
             return
         self._connection = connection
         connection.send(self._request, self)
 
-    def head(self, head: ResponseHead) -> None:
-        if self._listener is not None:
-            self._listener.upstream_head(head)
-
-    @property
-    def deliver(self) -> Callable[[bytes, bool], None]:
-        """Where body bytes go; a connection that is cancelled delivers none."""
-        return _to_nobody if self._listener is None else self._listener.upstream_data
-
     def failed(self, failure: UpstreamFailure) -> None:
-        listener, self._listener = self._listener, None
+        listener, self.listener = self.listener, None
         if listener is not None:
             listener.upstream_failed(failure)
 
     def again(self) -> None:
         """The kept connection was closed by the backend before it answered: try once more on a new one."""
         self._connection = None
-        if self._listener is not None:
+        if self.listener is not None:
             self.start(None)
 
 
@@ -366,8 +362,10 @@ class _Connection(asyncio.Protocol):
         call = self._call
         assert call is not None
         self._chunks = ChunkTracker(unwraps=call.unwraps) if head.is_chunked else None
-        self._deliver = call.deliver
-        call.head(head)
+        listener = call.listener
+        assert listener is not None, "a call that is cancelled has no connection"
+        self._deliver = listener.upstream_data
+        listener.upstream_head(head)
         return None if self._call is None else rest
 
     def _read_body(self, data: bytes) -> None:
@@ -391,6 +389,7 @@ class _Connection(asyncio.Protocol):
         if not self._keeps_alive:
             self._transport.abort()
         elif not self._transport.is_closing():
-            self.resume_reading()
+            if self._is_paused:
+                self.resume_reading()
             self._pool.keep(self)
         deliver(data, True)
