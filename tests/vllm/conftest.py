@@ -45,7 +45,8 @@ def start_door(
 
         def start(*flags: str, kv_events: bool = False, tokenizer: bool = False) -> VllmDoor:
             path = tmp_path_factory.mktemp("door") / "door.toml"
-            lines = []
+            # Servers that share few cores with much else may be silent for longer than ten seconds.
+            lines = ["[door]", "min_progress_s = 60.0"]
             for server, port in zip(pair, event_ports, strict=True):
                 lines += ["[[backends]]", f'url = "{server.url}"']
                 if kv_events:

@@ -181,9 +181,8 @@ def test_kv_events_tell_what_vllm_dropped(start_door: Callable[..., VllmDoor], p
     assert sum(backend["num_known_tokens"] for backend in door.backends()) > 0
     for server in pair:
         server.reset_prefix_cache()
-        post(
-            server.url, "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1}
-        )  # events go out with a step
+        # Events go out with a step.
+        post(server.url, "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1})
     wait_until(lambda: sum(backend["num_known_tokens"] for backend in door.backends()) == 0, "all of it is forgotten")
 
 
