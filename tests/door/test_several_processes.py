@@ -113,8 +113,12 @@ def test_all_of_them_end_at_sigterm(mocks: list[MockBackend]) -> None:
 def test_metrics_of_any_process_are_those_of_all(pair: FrontDoor, mocks: list[MockBackend]) -> None:
     answers = run(ask_all(pair.port, [chat(f"{i}") for i in range(60)], 12))
     assert all(answer.is_good for answer in answers)
-    totals = {pair.live.metric("expediter:gateway_requests_total") for _ in range(6)}
-    assert totals == {60.0}
+
+    def totals() -> set[float]:
+        return {pair.live.metric("expediter:gateway_requests_total") for _ in range(6)}
+
+    wait_until(lambda: totals() == {60.0}, 2, "each process has counted its newest requests")
+    assert totals() == {60.0}
 
 
 def test_own_replicas_have_one_process(mocks: list[MockBackend], tmp_path: Path) -> None:
