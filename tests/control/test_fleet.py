@@ -1,5 +1,7 @@
 """The fleet: loads are exact although only what changed is looked at, and no policy leaves it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fleets import HandFleet, query, request_of, requests_sharing
@@ -51,8 +53,25 @@ def test_least_totals_and_members_are_those_of_a_walk_over_all(steps):
             assert (least is None) == (not keys)
             if least is not None:
                 assert tuple(getattr(least, name) for name in names) == min(keys)
-        found = {each.replica_id: each.snapshot.num_pending_tokens for each in hand.fleet.members("prefill")}
+        lineup = hand.fleet.lineup("prefill")
+        found = {each.replica_id: each.snapshot.num_pending_tokens for each in lineup.members}
         assert found == {replica_id: load["num_pending_tokens"] for replica_id, load in loads.items()}
+        assert lineup.places == {member.slot: place for place, member in enumerate(lineup.members)}
+        assert lineup.num_requests == [member.snapshot.num_requests for member in lineup.members]
+        assert lineup.queue_s == [member.queue_s for member in lineup.members]
+        assert lineup.speeds == [member.profile.speed for member in lineup.members]
+        assert lineup.speed == (SPEED if lineup.members else None)
+
+
+def test_one_who_learns_to_be_faster_has_no_speed_in_common_with_the_others():
+    hand = HandFleet(0, 0, speed=SPEED)
+    assert hand.fleet.lineup("prefill").speed == SPEED
+    fast = replace(SPEED, token_s=5e-5)
+    hand.fleet.learned(1, fast)
+    assert hand.fleet.lineup("prefill").speeds == [SPEED, fast]
+    assert hand.fleet.lineup("prefill").speed is None
+    hand.fleet.learned(0, fast)
+    assert hand.fleet.lineup("prefill").speed == fast
 
 
 def test_a_pause_keeps_slot_and_knowledge():

@@ -118,6 +118,38 @@ class Member:
         return self.snapshot.replica_id
 
 
+class Lineup:
+    """Who does one side's work and is not paused, by slot, and what routers compare of them: lists in that order.
+
+    A router that weighs everybody walks over these lists, not over members: an element takes a tenth of the time.
+
+    Attributes:
+        members: they are.
+        places: of each in the lists, by slot.
+        speeds: of each.
+        speed: of all of them; None if they differ, or there is nobody.
+        queue_s: `Member.queue_s` of each.
+        num_requests: of each.
+    """
+
+    __slots__ = ("members", "num_requests", "places", "queue_s", "speed", "speeds")
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = tuple(members)
+        self.places = {member.slot: place for place, member in enumerate(self.members)}
+        self.speeds = [member.profile.speed for member in self.members]
+        self.speed = self.speeds[0] if self.speeds and self.speeds.count(self.speeds[0]) == len(self.speeds) else None
+        self.queue_s = [member.queue_s for member in self.members]
+        self.num_requests = [member.snapshot.num_requests for member in self.members]
+
+    def took(self, member: Member) -> None:
+        """Hear that a member's load has changed, if it is one of these."""
+        place = self.places.get(member.slot)
+        if place is not None:
+            self.queue_s[place] = member.queue_s
+            self.num_requests[place] = member.snapshot.num_requests
+
+
 def _key(load: Load, member: Member) -> tuple[float, ...]:
     return (*load(member.snapshot), member.last_dispatch, member.snapshot.replica_id)
 
@@ -143,7 +175,7 @@ class Fleet:
         self._heaps: dict[tuple[Load, Role], LazyHeap[Member]] = {}
         self._loads: dict[Load, None] = {}
         self._num_dispatched = 0
-        self._members_of: dict[Side, tuple[Member, ...]] = {}
+        self._lineups: dict[Side, Lineup] = {}
         self._num_requests: dict[Role, int] = dict.fromkeys(ROLES, 0)
 
     # ---- who is in it
@@ -231,12 +263,18 @@ class Fleet:
 
     def members(self, side: Side) -> Sequence[Member]:
         """Return who does that and is not paused, by slot, with their loads as they are now."""
-        self._refresh()
-        found = self._members_of.get(side)
+        return self.lineup(side).members
+
+    def lineup(self, side: Side) -> Lineup:
+        """Return who does that and is not paused, with their loads as they are now; good until the next change."""
+        if self._marked:
+            self._refresh()
+        found = self._lineups.get(side)
         if found is None:
             roles = _ROLES_OF[side]
-            found = tuple(m for m in self._by_slot if m is not None and not m.is_paused and m.profile.role in roles)
-            self._members_of[side] = found
+            found = self._lineups[side] = Lineup(
+                [m for m in self._by_slot if m is not None and not m.is_paused and m.profile.role in roles]
+            )
         return found
 
     def slot_of(self, replica_id: int) -> int:
@@ -262,6 +300,7 @@ class Fleet:
         if member is not None:
             member.profile = replace(member.profile, speed=speed)
             self._marked[replica_id] = None
+            self._lineups.clear()
 
     # ---- their load
 
@@ -317,11 +356,13 @@ class Fleet:
             if not member.is_paused:
                 self._num_requests[member.profile.role] += member.snapshot.num_requests - before.num_requests
                 self._take(member)
+                for lineup in self._lineups.values():
+                    lineup.took(member)
         self._marked.clear()
 
     def _changed(self) -> None:
         self.generation += 1
-        self._members_of.clear()
+        self._lineups.clear()
 
     def _withdraw(self, member: Member) -> None:
         for load in self._loads:

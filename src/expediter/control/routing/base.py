@@ -12,8 +12,7 @@ from expediter.core.request import Request, TokenArray
 from expediter.core.slo import Slo
 
 
-@dataclass(frozen=True, slots=True)
-class RouteQuery:
+class RouteQuery(NamedTuple):
     """What a router may know of a request.
 
     Attributes:

@@ -44,7 +44,7 @@ class RoutingConfig:
         index_block_tokens, index_max_bytes: of the prefix index.
         max_relative_load: most requests of a replica as a multiple of the mean: `cache_aware`, `predicted_ttft`,
             `session`, `consistent_hash`.
-        max_extra_requests: on top of that, but for `consistent_hash`; see `parts.BoundedShare` for small fleets.
+        max_extra_requests: on top of that, but for `consistent_hash`.
         keep_sessions: whether a session stays on its replica as long as that has no more than its share:
             `cache_aware`, `predicted_ttft`.
         tenant_quantum_tokens: how far a tenant's work on one replica may be ahead of the others: `predicted_ttft`.
@@ -62,7 +62,7 @@ class RoutingConfig:
     prefix_knowledge: PrefixKnowledge = "dispatched"
     index_block_tokens: int = DEFAULT_BLOCK_TOKENS
     index_max_bytes: int = DEFAULT_MAX_BYTES
-    max_relative_load: float = 1.25
+    max_relative_load: float = 1.5
     max_extra_requests: float = 2.0
     keep_sessions: bool = False
     tenant_quantum_tokens: int = 65_536

@@ -70,7 +70,7 @@ class Sessions(HandsOffToLeastLoaded):
     without a session goes where the least is left to compute.
     """
 
-    def __init__(self, relative: float = 1.25, slack: float = 2.0) -> None:
+    def __init__(self, relative: float = 1.5, slack: float = 2.0) -> None:
         self._relative = relative
         self._slack = slack
         self._places: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
@@ -113,10 +113,10 @@ class ConsistentHash(HandsOffToLeastLoaded):
     Args:
         relative: bound on a replica's requests, as a multiple of the mean; rounded up to whole requests.
         num_points: places of each replica on the ring.
-    Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads (2016), with c = 1.25.
+    Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads (2016).
     """
 
-    def __init__(self, relative: float = 1.25, num_points: int = 64) -> None:
+    def __init__(self, relative: float = 1.5, num_points: int = 64) -> None:
         self._relative = relative
         self._num_points = num_points
         self._ring: list[tuple[int, int]] = []

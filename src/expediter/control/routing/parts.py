@@ -6,11 +6,10 @@ import math
 from collections import OrderedDict
 from typing import Final
 
-from expediter.control.fleet import Member
+from expediter.control.fleet import Lineup, Member
 from expediter.control.routing.scored import View
 
 _MAX_TENANTS: Final = 4096
-_FEW: Final = 4
 _MAX_SESSIONS: Final = 1 << 16
 
 
@@ -24,25 +23,24 @@ class _Forgetful:
 class BoundedShare(_Forgetful):
     """Nobody has more than its share of the requests: `relative` times the mean and `slack` on top.
 
-    Fewer than four replicas share the slack of four: with two of them a handful of requests for one prefix is chance,
-    and a second copy of the prefix takes up much of the room that there is.
-
     It bounds what a popular prefix can do to its holder. Only the request at hand goes elsewhere, to the best of the
     others, and takes the prefix along: so the prefix is held by as many as its traffic needs, and what others hold is
     still used.
+
+    A tighter bound costs hits, each of which is a prefix kept twice: 1.25 times the mean, and with it a tenth of the
+    time to the first token where caches are full (`benchmarks.routing_quality`). These are the loosest round numbers
+    with which sixteen requests for one prefix leave no more than eight of them on one of four replicas.
     """
 
     because = "has more than its share of the requests"
 
-    def __init__(self, relative: float = 1.25, slack: float = 2.0) -> None:
+    def __init__(self, relative: float = 1.5, slack: float = 2.0) -> None:
         self._relative = relative
         self._slack = slack
 
     def keep(self, view: View) -> list[bool] | None:
-        members, more = view.members, view.query.num_sequences
-        slack = self._slack * max(1.0, _FEW / len(members))
-        most = self._relative * (view.fleet.num_requests("prefill") + more) / len(members) + slack
-        requests = [member.snapshot.num_requests for member in members]
+        requests, more = view.lineup.num_requests, view.query.num_sequences
+        most = self._relative * (sum(requests) + more) / len(requests) + self._slack
         if max(requests) + more <= most:
             return None
         most = max(most, min(requests) + more)
@@ -70,7 +68,7 @@ class TenantShare:
 
     def keep(self, view: View) -> list[bool] | None:
         served = self._served.get(view.query.request.tenant)
-        if served is None:
+        if served is None or max(served.values(), default=0.0) <= self._quantum:
             return None
         return [served.get((member.sequence, member.slot), 0.0) <= self._quantum for member in view.members]
 
@@ -84,10 +82,10 @@ class TenantShare:
             self._served.popitem(last=False)
         member = view.members[place]
         key = member.sequence, member.slot
-        served[key] = served.get(key, 0.0) + view.new[place]
-        if len(served) >= len(view.new):
+        served[key] = served.get(key, 0.0) + view.num_tokens - view.cached_at(place)
+        if len(served) >= len(view.members):
             here = {each: tokens for each, tokens in served.items() if view.fleet.stay_at(each[1]) == each[0]}
-            least = min(here.values()) if len(here) == len(view.new) else 0.0
+            least = min(here.values()) if len(here) == len(view.members) else 0.0
             self._served[tenant] = {each: tokens - least for each, tokens in here.items() if tokens > least}
 
 
@@ -147,27 +145,87 @@ class TokensToCompute(_Forgetful):
         return "nobody holds enough of the prompt to make up for its load, and it has the least to compute"
 
 
-class PredictedTtft(_Forgetful):
-    """Time to the first token, and the time that the prompt takes from those who are there already.
+class RecentWork:
+    """Seconds of prefill that each replica was sent lately: older ones fade instead of being dropped at a window's end.
 
-    The first is what is queued there and what is not cached of the prompt, by the replica's speed: attention to a long
-    cached prefix takes time, too, and decodes slow prompts down. The second is the prompt's own part once more for each
-    of them (see `TokensToCompute`).
+    Who has just come is taken to have had as much as the others on average.
+
+    Args:
+        window_s: time constant; 3 minutes is Preble's window.
     """
 
-    def costs(self, view: View) -> list[float]:
-        return [
-            member.queue_s + member.profile.speed.prefill_s(new, cached) * (1 + member.snapshot.num_requests)
-            for member, new, cached in zip(view.members, view.new, view.cached, strict=True)
+    def __init__(self, window_s: float = 180.0) -> None:
+        self._window_s = window_s
+        self._lineup: Lineup | None = None
+        self._by_slot: dict[int, tuple[int, float]] = {}
+        # Of the lineup's members, in seconds of the moment `_at_s`: what is added later counts for more, nothing fades.
+        self._work_s: list[float] = []
+        self._at_s = 0.0
+
+    def of(self, view: View) -> tuple[list[float], float]:
+        """Return each replica's work, and a factor that makes seconds of it now."""
+        now_s = view.query.now_s
+        if view.lineup is not self._lineup or now_s > self._at_s + self._window_s:
+            self._renew(view, now_s)
+        return self._work_s, math.exp((self._at_s - now_s) / self._window_s)
+
+    def add(self, view: View, place: int, work_s: float) -> None:
+        """Hear that the replica at a place of the last `of` is sent so much."""
+        self._work_s[place] += work_s * math.exp((view.query.now_s - self._at_s) / self._window_s)
+
+    def _renew(self, view: View, now_s: float) -> None:
+        """Count in seconds of now, for the members of now."""
+        if self._lineup is not None:
+            for member, work_s in zip(self._lineup.members, self._work_s, strict=True):
+                self._by_slot[member.slot] = member.sequence, work_s
+        fade = math.exp(min(0.0, self._at_s - now_s) / self._window_s)
+        self._by_slot = {slot: (stay, work_s * fade) for slot, (stay, work_s) in self._by_slot.items()}
+        found = [self._by_slot.get(member.slot, (0, 0.0)) for member in view.members]
+        known = [each[1] for each, member in zip(found, view.members, strict=True) if each[0] == member.sequence]
+        mean_s = sum(known) / len(known) if known else 0.0
+        self._work_s = [
+            each[1] if each[0] == member.sequence else mean_s for each, member in zip(found, view.members, strict=True)
         ]
+        self._lineup, self._at_s = view.lineup, now_s
+
+
+class PredictedTtft:
+    """Time to the first token, and the time that the prompt takes from others: those who are there, and those to come.
+
+    The first is what is queued there and what is not cached of the prompt, by the replica's speed: attention to a long
+    cached prefix takes time, too, and decodes slow prompts down.
+
+    The prompt's own part counts once more for each request that is there (see `TokensToCompute`). It also fills as much
+    of the cache as it computes, and what that pushes out is computed again when it comes back, beside as many requests
+    as a replica has on average. If it comes back with a chance of p, and pushes out others in its turn, that happens
+    p + p^2 + ... = p / (1 - p) times. It happens the sooner, the more a replica's cache is used: the own part counts so
+    often in proportion to the work that a replica has had lately (see `RecentWork`). So a hit is given up, and its
+    prefix kept twice, only where the queues differ by much, and a prefix that nobody holds goes where there has been
+    least to do, rather than where it happens to be quiet.
+
+    Args:
+        num_returns: p / (1 - p); 3 is a chance of three quarters. Anything from 1 to 10 does nearly as well.
+    Source: the load of minutes and the price of evictions are Preble's (Srivatsa et al., ICLR 2025).
+    """
+
+    def __init__(self, num_returns: float = 3.0) -> None:
+        self._num_returns = num_returns
+        self._recent = RecentWork()
+
+    def costs(self, view: View) -> list[float]:
+        lineup, (work_s, _) = view.lineup, self._recent.of(view)
+        all_work_s = sum(work_s)
+        later = self._num_returns * (len(work_s) + sum(lineup.num_requests)) / all_work_s if all_work_s else 0.0
+        columns = zip(lineup.queue_s, view.prefill_s(), lineup.num_requests, work_s, strict=True)
+        return [queue_s + own_s * (1 + num + later * work) for queue_s, own_s, num, work in columns]
+
+    def placed(self, view: View, place: int) -> None:
+        self._recent.add(view, place, view.prefill_s()[place])
 
     def because(self, view: View, place: int) -> str:
-        member, num_cached = view.members[place], view.cached[place]
-        own_s = member.profile.speed.prefill_s(view.new[place], num_cached)
+        queue_s, own_s, num_cached = view.lineup.queue_s[place], view.prefill_s()[place], view.cached_at(place)
         hit = f", {num_cached} tokens of it cached" if num_cached else ""
-        return (
-            f"its first token is expected after {member.queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
-        )
+        return f"its first token is expected after {queue_s:.3f} s in the queue and {own_s:.3f} s of computing{hit}"
 
 
 class BlocksOfWork(_Forgetful):
@@ -201,7 +259,7 @@ class ExploitOrExplore:
 
     Exploit: among those who hold most of it, the least loaded; but not on a replica loaded `imbalance` times as much as
     the least. Explore: load of the last minutes, plus what others lose when the prompt pushes their blocks out of a
-    full cache, plus its own prefill. Loads fade instead of being dropped at the end of a window.
+    full cache, plus its own prefill (see `RecentWork`).
 
     Args:
         window_s: time constant of the load.
@@ -210,17 +268,13 @@ class ExploitOrExplore:
     """
 
     def __init__(self, window_s: float = 180.0, imbalance: float = 1.5) -> None:
-        self._window_s = window_s
+        self._recent = RecentWork(window_s)
         self._imbalance = imbalance
-        self._load_s: list[float] = []
-        self._stays: list[int] = []
-        self._generation = 0
-        self._at_s = 0.0
         self._exploits = False
 
     def costs(self, view: View) -> list[float]:
-        self._follow(view)
-        loads = [self._load_s[member.slot] for member in view.members]
+        work_s, now_s = self._recent.of(view)
+        loads = [each * now_s for each in work_s]
         own = view.prefill_s()
         most = max(view.cached)
         self._exploits = most > view.query.num_prompt_tokens - most
@@ -242,8 +296,7 @@ class ExploitOrExplore:
         return "recent load, what its cache would lose and the prompt itself cost least there"
 
     def placed(self, view: View, place: int) -> None:
-        member = view.members[place]
-        self._load_s[member.slot] += member.profile.speed.prefill_s(view.new[place], view.cached[place])
+        self._recent.add(view, place, view.prefill_s()[place])
 
     @staticmethod
     def _lost_s(member: Member, num_new: int) -> float:
@@ -253,19 +306,6 @@ class ExploitOrExplore:
             return 0.0
         over = member.snapshot.num_context_tokens + num_new - max_tokens
         return min(max(over, 0), num_new) * member.profile.speed.token_s
-
-    def _follow(self, view: View) -> None:
-        """Let the loads fade, and begin anew for who has come."""
-        now_s, fleet = view.query.now_s, view.fleet
-        faded = math.exp(min(0.0, self._at_s - now_s) / self._window_s)
-        self._load_s = [load_s * faded for load_s in self._load_s]
-        self._at_s = now_s
-        if fleet.generation != self._generation:
-            self._generation = fleet.generation
-            stays = [fleet.stay_at(slot) for slot in range(fleet.num_slots)]
-            known = dict(zip(self._stays, self._load_s, strict=True))
-            self._load_s = [known.get(stay, 0.0) if stay else 0.0 for stay in stays]
-            self._stays = stays
 
 
 class FullestThatMeets(_Forgetful):

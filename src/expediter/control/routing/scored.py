@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, overload
 
 import numpy as np
 
-from expediter.control.fleet import Fleet, Member
+from expediter.control.fleet import Fleet, Lineup
 from expediter.control.routing.base import NO_REPLICA, Candidate, Decision, Placement, RouteQuery
 from expediter.control.routing.caches import CacheView
 from expediter.control.routing.simple import HandsOffToLeastLoaded
@@ -18,40 +17,77 @@ from expediter.control.routing.simple import HandsOffToLeastLoaded
 _NUM_SHOWN: Final = 4
 
 
-@dataclass(slots=True)  # made for every request, and freezing costs more than its fields
 class View:
     """A request before the replicas that could compute its prompt; nobody changes it.
 
+    Lists over all replicas are made when a policy asks for them.
+
+    Args:
+        held: leading prompt tokens by slot, of those who hold some.
     Attributes:
         members: those replicas, at least one; all lists of a decision have that order.
-        cached: leading prompt tokens that each holds.
-        new: the others, which it would have to compute.
+        holders: leading prompt tokens by place, of those who hold some.
     """
 
-    query: RouteQuery
-    fleet: Fleet
-    members: Sequence[Member]
-    cached: list[int]
-    new: list[int]
+    __slots__ = ("_cached", "_new", "_prefill_s", "fleet", "holders", "lineup", "members", "num_tokens", "query")
+
+    def __init__(self, query: RouteQuery, fleet: Fleet, lineup: Lineup, held: Mapping[int, int]) -> None:
+        self.query = query
+        self.fleet = fleet
+        self.lineup = lineup
+        self.members = lineup.members
+        self.num_tokens = len(query.request.prompt)
+        places = lineup.places
+        self.holders = {places[slot]: tokens for slot, tokens in held.items() if slot in places}
+        self._cached: list[int] | None = None
+        self._new: list[int] | None = None
+        self._prefill_s: list[float] | None = None
 
     @classmethod
     def of(cls, query: RouteQuery, fleet: Fleet, caches: CacheView) -> View | None:
         """Return a request before a fleet; None if nobody there computes prompts."""
-        members, num_tokens = fleet.members("prefill"), len(query.request.prompt)
-        if not members:
-            return None
-        held = caches.cached(query, fleet)
-        if not held:
-            return cls(query, fleet, members, [0] * len(members), [num_tokens] * len(members))
-        cached = [held.get(member.slot, 0) for member in members]
-        return cls(query, fleet, members, cached, [num_tokens - each for each in cached])
+        lineup = fleet.lineup("prefill")
+        return cls(query, fleet, lineup, caches.cached(query, fleet)) if lineup.members else None
+
+    def cached_at(self, place: int) -> int:
+        """Return how many leading prompt tokens a replica holds."""
+        return self.holders.get(place, 0)
+
+    @property
+    def cached(self) -> list[int]:
+        """Leading prompt tokens that each holds."""
+        if self._cached is None:
+            self._cached = [0] * len(self.members)
+            for place, tokens in self.holders.items():
+                self._cached[place] = tokens
+        return self._cached
+
+    @property
+    def new(self) -> list[int]:
+        """The others, which each would have to compute."""
+        if self._new is None:
+            self._new = [self.num_tokens] * len(self.members)
+            for place, tokens in self.holders.items():
+                self._new[place] -= tokens
+        return self._new
 
     def prefill_s(self) -> list[float]:
         """Return how long each computes what it lacks of the prompt, if it does nothing else."""
-        return [
-            member.profile.speed.prefill_s(new, cached)
-            for member, new, cached in zip(self.members, self.new, self.cached, strict=True)
-        ]
+        if self._prefill_s is None:
+            speed, speeds, num_tokens = self.lineup.speed, self.lineup.speeds, self.num_tokens
+            if speed is None:
+                found = [each.prefill_s(num_tokens, 0) for each in speeds]
+                for place, cached in self.holders.items():
+                    found[place] = speeds[place].prefill_s(num_tokens - cached, cached)
+            else:
+                found = [speed.prefill_s(num_tokens, 0)] * len(speeds)
+                times_s = {
+                    cached: speed.prefill_s(num_tokens - cached, cached) for cached in set(self.holders.values())
+                }
+                for place, cached in self.holders.items():
+                    found[place] = times_s[cached]
+            self._prefill_s = found
+        return self._prefill_s
 
 
 class Filter(Protocol):
@@ -98,9 +134,10 @@ class Least:
 
     def pick(self, costs: list[float], view: View) -> int:
         lowest = min(costs)
-        most = lowest + 1e-9 * abs(lowest)
-        places = [place for place, cost in enumerate(costs) if cost <= most]
-        return places[0] if len(places) == 1 else min(places, key=lambda place: view.members[place].last_dispatch)
+        if costs.count(lowest) == 1:
+            return costs.index(lowest)
+        places = [place for place, cost in enumerate(costs) if cost == lowest]
+        return min(places, key=lambda place: view.members[place].last_dispatch)
 
 
 class Softmax:
@@ -160,7 +197,7 @@ class Scored(HandsOffToLeastLoaded):
             because=self._scorer.because(view, place) + because,
             is_held_back=bool(because),
             candidates=Weighed(view, costs, place),
-            num_cached_tokens=view.cached[place],
+            num_cached_tokens=view.cached_at(place),
         )
 
     def _filtered(self, costs: list[float], view: View) -> tuple[list[float], str]:
@@ -182,11 +219,11 @@ class Scored(HandsOffToLeastLoaded):
 class Weighed(Sequence[Candidate]):
     """The chosen one and the best others, for who asks why; ranked when somebody does."""
 
-    __slots__ = ("_cached", "_chosen", "_costs", "_members", "_ranked")
+    __slots__ = ("_chosen", "_costs", "_holders", "_members", "_ranked")
 
     def __init__(self, view: View, costs: list[float], chosen: int) -> None:
         self._members = view.members
-        self._cached = view.cached
+        self._holders = view.holders
         self._costs = costs
         self._chosen = chosen
         self._ranked: tuple[Candidate, ...] | None = None
@@ -209,5 +246,7 @@ class Weighed(Sequence[Candidate]):
             costs = self._costs
             best = heapq.nsmallest(_NUM_SHOWN, range(len(costs)), key=costs.__getitem__)
             places = [self._chosen, *(each for each in best if each != self._chosen)][:_NUM_SHOWN]
-            self._ranked = tuple(Candidate(self._members[p].replica_id, costs[p], self._cached[p]) for p in places)
+            self._ranked = tuple(
+                Candidate(self._members[p].replica_id, costs[p], self._holders.get(p, 0)) for p in places
+            )
         return self._ranked[place]
