@@ -75,7 +75,7 @@ class Conductor:
         replica_id = view.members[place].replica_id
         self.caches.placed(query, view.members[place])
         self._expected.accepted(query, query.now_s + ttft_s)
-        copied = reused[place] > view.cached[place]
+        copied = reused[place] > view.cached_at(place)
         source = view.members[view.cached.index(max(view.cached))]
         decode_id = decode.replica_id
         if fleet.profile(replica_id).role == "mixed":
@@ -87,7 +87,7 @@ class Conductor:
             candidates=Weighed(view, costs, place),
             # Without early rejection the decode pool is asked when the prompt is done, by `hand_off`.
             decode_id=None if self._early_rejection == "none" and decode_id != replica_id else decode_id,
-            num_cached_tokens=view.cached[place],
+            num_cached_tokens=view.cached_at(place),
             fetch_from_id=source.replica_id if copied else None,
             num_fetched_tokens=reused[place] if copied else 0,
         )

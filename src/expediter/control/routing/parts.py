@@ -140,8 +140,8 @@ class TokensToCompute(_Forgetful):
         ]
 
     def because(self, view: View, place: int) -> str:
-        if view.cached[place]:
-            return f"it holds {view.cached[place]} of the prompt's tokens"
+        if view.cached_at(place):
+            return f"it holds {view.cached_at(place)} of the prompt's tokens"
         return "nobody holds enough of the prompt to make up for its load, and it has the least to compute"
 
 
@@ -250,7 +250,8 @@ class BlocksOfWork(_Forgetful):
         ]
 
     def because(self, view: View, place: int) -> str:
-        blocks = (view.members[place].snapshot.num_pending_tokens + view.new[place]) / self._block_tokens
+        num_tokens = view.members[place].snapshot.num_pending_tokens + view.num_tokens - view.cached_at(place)
+        blocks = num_tokens / self._block_tokens
         return f"{blocks:.0f} blocks to prefill there, and few that decode"
 
 
@@ -292,7 +293,7 @@ class ExploitOrExplore:
 
     def because(self, view: View, place: int) -> str:
         if self._exploits:
-            return f"it holds {view.cached[place]} of the prompt's tokens, more than half"
+            return f"it holds {view.cached_at(place)} of the prompt's tokens, more than half"
         return "recent load, what its cache would lose and the prompt itself cost least there"
 
     def placed(self, view: View, place: int) -> None:
