@@ -196,12 +196,15 @@ class PredictedTtft:
     cached prefix takes time, too, and decodes slow prompts down.
 
     The prompt's own part counts once more for each request that is there (see `TokensToCompute`). It also fills as much
-    of the cache as it computes, and what that pushes out is computed again when it comes back, beside as many requests
-    as a replica has on average. If it comes back with a chance of p, and pushes out others in its turn, that happens
-    p + p^2 + ... = p / (1 - p) times. It happens the sooner, the more a replica's cache is used: the own part counts so
-    often in proportion to the work that a replica has had lately (see `RecentWork`). So a hit is given up, and its
-    prefix kept twice, only where the queues differ by much, and a prefix that nobody holds goes where there has been
-    least to do, rather than where it happens to be quiet.
+    of the cache as it computes, and what those tokens push out is computed again when it comes back, beside as many
+    requests as a replica has on average. If it comes back with a chance of p, and pushes out others in its turn, that
+    happens p + p^2 + ... = p / (1 - p) times. It happens the sooner, the more a replica's cache is used: the tokens
+    count so often in proportion to the work that a replica has had lately (see `RecentWork`). So a hit is given up, and
+    its prefix kept twice, only where the queues differ by much, and a prefix that nobody holds goes where there has
+    been least to do, rather than where it happens to be quiet.
+
+    Where computing takes as long with a hit as without one, by what is known of a replica's speed, all of this is
+    nothing, and the shortest queue is left.
 
     Args:
         num_returns: p / (1 - p); 3 is a chance of three quarters. Anything from 1 to 10 does nearly as well.
@@ -216,8 +219,13 @@ class PredictedTtft:
         lineup, (work_s, _) = view.lineup, self._recent.of(view)
         all_work_s = sum(work_s)
         later = self._num_returns * (len(work_s) + sum(lineup.num_requests)) / all_work_s if all_work_s else 0.0
-        columns = zip(lineup.queue_s, view.prefill_s(), lineup.num_requests, work_s, strict=True)
-        return [queue_s + own_s * (1 + num + later * work) for queue_s, own_s, num, work in columns]
+        columns = zip(
+            lineup.queue_s, view.prefill_s(), lineup.num_requests, view.new, lineup.speeds, work_s, strict=True
+        )
+        return [
+            queue_s + own_s * (1 + num_requests) + new * speed.token_s * later * each_work_s
+            for queue_s, own_s, num_requests, new, speed, each_work_s in columns
+        ]
 
     def placed(self, view: View, place: int) -> None:
         self._recent.add(view, place, view.prefill_s()[place])
