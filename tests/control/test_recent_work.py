@@ -32,7 +32,7 @@ def test_work_fades_and_is_added_at_its_time():
 
 
 def test_who_pauses_keeps_its_work_and_who_comes_has_as_much_as_the_others():
-    recent, hand = RecentWork(), HandFleet(0, 0, 0)
+    recent, hand = RecentWork(60.0), HandFleet(0, 0, 0)
     seconds(recent, hand, 0.0)
     for place, work_s in enumerate((1.0, 2.0, 6.0)):
         recent.add(view(hand, 0.0), place, work_s)

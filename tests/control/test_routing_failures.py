@@ -83,7 +83,7 @@ def test_the_holder_is_left_only_while_it_is_overloaded(name):
     found = hand.send(policy, first)
     holder = found.replica_id
     assert not found.is_held_back
-    hand.set(holder, num_requests=9, num_pending_tokens=0)
+    hand.set(holder, num_requests=8, num_pending_tokens=0)
     other = hand.send(policy, second)
     assert other.replica_id != holder
     assert "has more than its share of the requests" in other.because

@@ -151,10 +151,10 @@ class RecentWork:
     Who has just come is taken to have had as much as the others on average.
 
     Args:
-        window_s: time constant; 3 minutes is Preble's window.
+        window_s: time constant.
     """
 
-    def __init__(self, window_s: float = 180.0) -> None:
+    def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._lineup: Lineup | None = None
         self._by_slot: dict[int, tuple[int, float]] = {}
@@ -197,33 +197,34 @@ class PredictedTtft:
 
     The prompt's own part counts once more for each request that is there (see `TokensToCompute`). It also fills as much
     of the cache as it computes, and what those tokens push out is computed again when it comes back, beside as many
-    requests as a replica has on average. If it comes back with a chance of p, and pushes out others in its turn, that
-    happens p + p^2 + ... = p / (1 - p) times. It happens the sooner, the more a replica's cache is used: the tokens
-    count so often in proportion to the work that a replica has had lately (see `RecentWork`). So a hit is given up, and
-    its prefix kept twice, only where the queues differ by much, and a prefix that nobody holds goes where there has
-    been least to do, rather than where it happens to be quiet.
+    requests as there are now. If it comes back with a chance of p, and pushes out others in its turn, that happens
+    p + p^2 + ... = p / (1 - p) times. It happens the sooner, the more a replica's cache is used: the tokens count so
+    often in proportion to the work that a replica has had lately (see `RecentWork`). So a hit is given up, and its
+    prefix kept twice, only where the queues differ by much, and a prefix that nobody holds goes where there has been
+    least to do, rather than where it happens to be quiet.
 
     Where computing takes as long with a hit as without one, by what is known of a replica's speed, all of this is
     nothing, and the shortest queue is left.
 
     Args:
-        num_returns: p / (1 - p); 3 is a chance of three quarters. Anything from 1 to 10 does nearly as well.
+        num_returns: p / (1 - p); 3 is a chance of three quarters. It matters little.
+        window_s: time constant of the work; a minute is long against a queue, and short against traffic that changes.
     Source: the load of minutes and the price of evictions are Preble's (Srivatsa et al., ICLR 2025).
     """
 
-    def __init__(self, num_returns: float = 3.0) -> None:
+    def __init__(self, num_returns: float = 3.0, window_s: float = 60.0) -> None:
         self._num_returns = num_returns
-        self._recent = RecentWork()
+        self._recent = RecentWork(window_s)
 
     def costs(self, view: View) -> list[float]:
         lineup, (work_s, _) = view.lineup, self._recent.of(view)
         all_work_s = sum(work_s)
-        later = self._num_returns * (len(work_s) + sum(lineup.num_requests)) / all_work_s if all_work_s else 0.0
+        later = self._num_returns * len(work_s) / all_work_s if all_work_s else 0.0
         columns = zip(
             lineup.queue_s, view.prefill_s(), lineup.num_requests, view.new, lineup.speeds, work_s, strict=True
         )
         return [
-            queue_s + own_s * (1 + num_requests) + new * speed.token_s * later * each_work_s
+            queue_s + (own_s + new * speed.token_s * later * each_work_s) * (1 + num_requests)
             for queue_s, own_s, num_requests, new, speed, each_work_s in columns
         ]
 
