@@ -228,6 +228,8 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
 
     # ---- asyncio
 
@@ -243,6 +245,12 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.transport.abort()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.backend.connections.discard(self)
@@ -379,6 +387,7 @@ class _Connection(asyncio.Protocol):
                 await self._come_to("mid_stream", behaviour)
             delta = {"index": 0, "delta": {"content": f"{number}:{text}"}, "finish_reason": None}
             self._event({"id": "mock", "object": "chat.completion.chunk", "choices": [delta]})
+            await self._may_write.wait()
             if behaviour.gap_s:
                 await asyncio.sleep(behaviour.gap_s)
         end = {"index": 0, "delta": {}, "finish_reason": "stop"}
