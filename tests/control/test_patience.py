@@ -56,6 +56,14 @@ def test_a_new_backend_is_borne_what_is_usual_elsewhere():
     assert patience.limit_s(2, "m", Silence.GAP, 1.0) == pytest.approx(2.0)
 
 
+def test_who_says_something_to_others_is_busy_and_not_hung():
+    patience = Patience(CONFIG)
+    assert patience.is_over(8.0, 8.0, limit_s=8.0)
+    assert not patience.is_over(30.0, 0.2, limit_s=8.0), "it answers others"
+    assert not patience.is_over(0.1, 30.0, limit_s=8.0), "this one has just been sent there"
+    assert patience.is_over(60.0, 0.2, limit_s=8.0), "as long as anything may take"
+
+
 def test_a_long_silence_fades():
     patience = Patience(CONFIG)
     patience.borne(0, "m", Silence.GAP, 10.0, 1.0, now_s=0.0)

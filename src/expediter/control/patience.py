@@ -4,6 +4,10 @@ The time to the first byte of an answer in one piece, the time to that of a stre
 by orders of magnitude, and so do requests, models and machines. For each backend, model and kind of silence the door
 keeps the longest that ended well for the size of its request; it fades with time. Several times that long is too long.
 
+A request's own silence is not enough: an overloaded engine leaves it in its queue, or pushes it aside and computes it
+again. Whoever sends others something meanwhile is busy and not hung; to give up all that wait there, and then whoever
+else they are sent to, would make an overload an outage. So the backend must have been silent to everybody for as long.
+
 Where nothing is known yet, what is usual for the same model elsewhere counts, then what is usual for any. If that is
 not known either, the first byte may take as long as anything may: it depends on the prompt, the queue and the machine.
 But who has begun to stream goes on steadily, so gaps have a usual length to begin with. A stream's own gaps count at
@@ -46,7 +50,7 @@ class PatienceConfig:
 
     Args:
         min_progress_s: silence up to here is always borne.
-        max_progress_s: and never any longer, known or not.
+        max_progress_s: and never any longer, known or not, and whatever others hear.
         factor: times the longest usual silence.
         usual_gap_s: longest silence inside of a body that is taken for usual before any was seen.
     Raises:
@@ -106,6 +110,18 @@ class Patience:
         config = self._config
         usual_s = max(own_gap_s, self._usual(backend_id, model, silence) * size)
         return min(config.max_progress_s, max(config.min_progress_s, config.factor * usual_s))
+
+    def is_over(self, silent_s: float, backend_silent_s: float, limit_s: float) -> bool:
+        """Return whether a request has waited for too long.
+
+        Args:
+            silent_s: how long it has heard nothing.
+            backend_silent_s: how long nobody has heard anything from the backend.
+            limit_s: by `limit_s`.
+        """
+        if silent_s < limit_s:
+            return False
+        return backend_silent_s >= limit_s or silent_s >= self._config.max_progress_s
 
     def forget(self, backend_id: int) -> None:
         """Forget a backend that is gone."""

@@ -146,6 +146,7 @@ class Relay:
     def resume(self) -> None:
         """The client has caught up."""
         self._is_paused = False
+        self._dispatch.progress_s = time.monotonic()  # what it was silent for was the client's doing
         if self._call is not None:
             self._call.resume()
 
@@ -184,12 +185,9 @@ class Relay:
 
     def check(self, now_s: float) -> None:
         """Give the backend up if it has been silent for too long."""
-        if self._call is None:
+        if self._call is None or self._is_paused:
             return
         dispatch = self._dispatch
-        if self._is_paused:
-            dispatch.progress_s = now_s
-            return
         silent_s = now_s - dispatch.progress_s
         if self._seen_bytes != self._num_bytes:
             if self._seen_bytes:
@@ -201,8 +199,9 @@ class Relay:
             return
         silence = Silence.GAP if self._is_answering else self._first_silence
         size = size_of(silence, dispatch.num_tokens, self._output_tokens)
-        backend_id, model = dispatch.backend.replica_id, dispatch.model
-        if silent_s >= self._patience.limit_s(backend_id, model, silence, size, own_gap_s=self._max_gap_s):
+        backend, model, patience = dispatch.backend, dispatch.model, self._patience
+        limit_s = patience.limit_s(backend.replica_id, model, silence, size, own_gap_s=self._max_gap_s)
+        if patience.is_over(silent_s, now_s - backend.heard_s(), limit_s):
             self.give_up(Failure.TIMEOUT, now_s)
 
     def give_up(self, failure: Failure, now_s: float) -> None:
