@@ -250,41 +250,35 @@ def test_a_slow_stream_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> 
         run(story())
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_overload_is_not_taken_for_a_hang(mocks: list[MockBackend], stream: bool) -> None:
-    """The last in an engine's queue wait far longer than is usual; the engine answers others all the while."""
-    busy = mocks[:1]
-    with front_door(busy, config=IMPATIENT) as door:
+@pytest.mark.parametrize(
+    ("late", "stream"),
+    [
+        (Behaviour(prefill_s=3 * TIMEOUT_S), True),
+        (Behaviour(prefill_s=3 * TIMEOUT_S), False),
+        (Behaviour(num_chunks=2, gap_s=3 * TIMEOUT_S), True),
+    ],
+    ids=["in its queue", "in its queue, whole", "pushed aside"],
+)
+def test_an_overloaded_engine_is_not_taken_for_a_hung_one(
+    mocks: list[MockBackend], late: Behaviour, stream: bool
+) -> None:
+    """One request hears nothing for far longer than is usual, and another is answered all the while."""
+    busy, *_ = mocks
+    with front_door([busy], config=f"{IMPATIENT}usual_gap_s = 0.3\n") as door:
 
         async def story() -> None:
-            assert all(answer.is_good for answer in await ask_all(door.port, [chat(stream=stream)] * 4, 1))
-            burst = []
-            for place in range(10):  # answered one after the other, as by an engine with room for one
-                all_do(busy, prefill_s=(place + 1) * TIMEOUT_S / 3)
-                burst.append(asyncio.create_task(ask(door.port, chat(stream=stream))))
-                await until(lambda place=place: len(busy[0].work) == 5 + place, 5, "it is there")
-            assert all(answer.is_good for answer in await asyncio.gather(*burst))
-            assert len(busy[0].work) == 14, "nobody was sent a second time"
-            assert door.live.metric("expediter:gateway_ejections_total") == 0
-
-        run(story())
-
-
-def test_who_is_pushed_aside_in_a_busy_engine_keeps_its_stream(mocks: list[MockBackend]) -> None:
-    """Its next token comes late, as blocks had to be computed again; others hear something all the while."""
-    busy = mocks[:1]
-    with front_door(busy, config=f"{IMPATIENT}usual_gap_s = 0.3\n") as door:
-
-        async def story() -> None:
-            all_do(busy, num_chunks=2, gap_s=3 * TIMEOUT_S)
-            late = asyncio.create_task(ask(door.port, chat(stream=True)))
-            await until(lambda: bool(busy[0].work))
-            all_do(busy, num_chunks=60, gap_s=TIMEOUT_S / 6)
-            others = await ask_all(door.port, [chat(stream=True)] * 2, 2)
-            answer = await late
+            usual = await ask_all(door.port, [chat(stream=stream)] * 4, 1)
+            assert all(answer.is_good for answer in usual)
+            busy.behaviour = Behaviour(num_chunks=30, gap_s=TIMEOUT_S / 6)
+            other = asyncio.create_task(ask(door.port, chat(stream=True)))
+            await until(lambda: len(busy.work) == 5)
+            busy.behaviour = late
+            answer = await ask(door.port, chat(stream=stream))
             assert answer.is_good
-            assert answer.events[-1] == "[DONE]"
-            assert all(other.is_good for other in others)
+            assert answer.took_s > 2 * TIMEOUT_S
+            assert (await other).is_good
+            assert len(busy.work) == 6, "nobody was sent a second time"
+            assert door.live.metric("expediter:gateway_ejections_total") == 0
 
         run(story())
 
