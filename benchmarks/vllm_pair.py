@@ -138,8 +138,14 @@ class Turn:
         return Turn(self.outcomes + other.outcomes, [a + b for a, b in zip(self.served, other.served, strict=True)])
 
     def row(self, label: str, system: str) -> Row:
-        """Return its figures; failed requests have no part in the percentiles."""
+        """Return its figures; failed requests have no part in the percentiles.
+
+        Raises:
+            SystemExit: all have failed.
+        """
         good = [outcome for outcome in self.outcomes if outcome.error is None]
+        if not good:
+            raise SystemExit(f"{system}: no request was answered; is --rate more than these servers can do?")
         ttfts_ms = [1e3 * outcome.ttft_s for outcome in good if outcome.ttft_s is not None]
         num_cached, num_prompt = (sum(getattr(o, f"num_{kind}_tokens") for o in good) for kind in ("cached", "prompt"))
         return {
