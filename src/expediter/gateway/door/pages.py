@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from expediter import __version__
@@ -88,8 +88,7 @@ def build_app(routes: Sequence[BaseRoute], own_app: ASGIApp | None) -> Starlette
     Args:
         own_app: gets what is on none of the routes; None if there is nobody.
     """
-    rest = [] if own_app is None else [Mount("", own_app)]
-    return Starlette(
-        routes=[*routes, *rest],
-        exception_handlers=ERROR_HANDLERS,
-    )
+    app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+    if own_app is not None:
+        app.router.default = own_app  # and not a route, which would also get what a page has under another method
+    return app
