@@ -89,15 +89,19 @@ def test_first_come_first_served_waits_for_nobody_that_came_later():
 # -- the SLO order's bound --------------------------------------------------------------------------------------------
 
 
-def test_who_is_late_gets_its_share_of_the_starts():
-    """The bound of `slo`: after `max_late_wait_s`, one of `late_share` starts; until then, whoever can be in time."""
-    driver = SchedulerDriver.build(
+def _one_at_a_time(ordering: str) -> SchedulerDriver:
+    return SchedulerDriver.build(
         SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
         num_blocks=40,
         block_size=4,
-        ordering="slo",
+        ordering=ordering,
         checks_blocks=False,
     )
+
+
+def test_who_is_late_gets_its_share_of_the_starts():
+    """The bound of `slo`: after `max_late_wait_s`, one of `late_share` starts; until then, whoever can be in time."""
+    driver = _one_at_a_time("slo")
     ordering = driver.scheduler.policy.rules.ordering
     ordering._max_late_wait_s, ordering._late_share = 10.0, 5
     driver.submit("running", [1] * 5, 2, slo=Slo(ttft_s=50.0))
@@ -118,13 +122,7 @@ def test_who_is_late_gets_its_share_of_the_starts():
 
 def test_who_has_no_targets_is_not_passed_over_for_ever():
     """A request without targets counts as due after `patience_s`: those with nearer deadlines go first until then."""
-    driver = SchedulerDriver.build(
-        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
-        num_blocks=40,
-        block_size=4,
-        ordering="slo",
-        checks_blocks=False,
-    )
+    driver = _one_at_a_time("slo")
     ordering = driver.scheduler.policy.rules.ordering
     ordering._max_late_wait_s, ordering._late_share, ordering._patience_s = 10.0, 5, 30.0
     driver.submit("running", [1] * 5, 2, slo=Slo(ttft_s=50.0))

@@ -19,6 +19,7 @@ from expediter.perfmodel.distserve import DistServeModel
 from expediter.perfmodel.fitted import FittedModel
 from expediter.scheduling.build import CacheConfig, build_scheduler, limits_with_budget
 from expediter.sim.executor import SimulatedExecutor
+from expediter.sim.trace import Trace
 from expediter.studies.claims import mooncake, sglang, splitwise, workloads
 from expediter.studies.claims.capacity import capacity
 from expediter.studies.claims.driver import Arrival, drive
@@ -28,6 +29,17 @@ from expediter.studies.claims.registry import from_json
 from expediter.studies.claims.token_gaps import GapRecorder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def with_outputs(trace: Trace, num_output: int) -> Trace:
+    """Return the trace with every output cut to `num_output` tokens at most."""
+    return replace(trace, output_tokens=np.minimum(trace.output_tokens, num_output).astype(np.int32))
+
+
+def with_inputs(trace: Trace, num_input: int) -> Trace:
+    """Return the trace with every prompt `num_input` tokens long."""
+    return replace(trace, input_tokens=np.full(len(trace), num_input, np.int32))
+
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
@@ -87,8 +99,8 @@ def test_the_capacity_of_a_queue_is_the_one_that_theory_gives():
     config = SimulationConfig(
         preset="vllm", step_time=model, num_blocks=100, max_num_seqs=1, max_model_len=64, prefix_caching=False
     )
-    trace = workloads.with_outputs(workloads.poisson_trace("queue", workloads.DISTSERVE_SHAREGPT, 1000), 1)
-    trace = workloads.with_inputs(trace, 16)
+    trace = with_outputs(workloads.poisson_trace("queue", workloads.DISTSERVE_SHAREGPT, 1000), 1)
+    trace = with_inputs(trace, 16)
 
     def meets(rate_rps):
         return build_simulation(config).run(workloads.at_rps(trace, rate_rps)).ttft_s.mean <= limit_s
@@ -142,7 +154,7 @@ def test_recorded_gaps_are_those_of_the_tokens(preset, budget):
         fixed_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-4, per_context_token_s=1e-7, per_attention_s=1e-8
     )
     trace = workloads.at_rps(workloads.poisson_trace("t", workloads.AZURE_CONVERSATION, 80), 3.0)
-    trace = workloads.with_outputs(trace, 60)
+    trace = with_outputs(trace, 60)
     recorder = GapRecorder()
     config = SimulationConfig(
         preset=preset,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import islice
@@ -144,13 +144,3 @@ def at_rps(trace: Trace, rate_rps: float) -> Trace:
     """Return the trace at that many arrivals per second from its first to its last request."""
     span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
     return trace.at_rate(rate_rps * span_s / (len(trace) - 1))
-
-
-def with_outputs(trace: Trace, num_output: int) -> Trace:
-    """Return the trace with every output cut to `num_output` tokens at most."""
-    return replace(trace, output_tokens=np.minimum(trace.output_tokens, num_output).astype(np.int32))
-
-
-def with_inputs(trace: Trace, num_input: int) -> Trace:
-    """Return the trace with every prompt `num_input` tokens long."""
-    return replace(trace, input_tokens=np.full(len(trace), num_input, np.int32))
