@@ -126,6 +126,7 @@ class MockBackend:
         models: most tokens of a request, by name.
         health_answers: false: whoever asks for anything but work hears nothing.
         arrivals: all requests in their order.
+        num_computed: tokens that it has sent.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -137,6 +138,7 @@ class MockBackend:
         self.cache = PrefixCache()
         self.arrivals: list[Arrival] = []
         self.num_in_flight = 0
+        self.num_computed = 0
         self.num_connections_made = 0
         self.health_answers = True
         self._loop = loop
@@ -335,6 +337,7 @@ class _Connection(asyncio.Protocol):
             f'vllm:num_requests_running{{model_name="mock",engine="0"}} {running}\n'
             f'vllm:num_requests_waiting{{model_name="mock",engine="0"}} {metrics.waiting}\n'
             f'vllm:kv_cache_usage_perc{{model_name="mock",engine="0"}} {metrics.kv_usage}\n'
+            f'vllm:generation_tokens_total{{model_name="mock",engine="0"}} {self.backend.num_computed}\n'
         )
         if metrics.mode == "garbage":
             text = "\x00\xff{{{ vllm:num_requests_running NaN NaN\n" * 50
@@ -385,6 +388,7 @@ class _Connection(asyncio.Protocol):
         for number in range(behaviour.num_chunks):
             if number == behaviour.num_chunks // 2:
                 await self._come_to("mid_stream", behaviour)
+            self.backend.num_computed += 1
             delta = {"index": 0, "delta": {"content": f"{number}:{text}"}, "finish_reason": None}
             self._event({"id": "mock", "object": "chat.completion.chunk", "choices": [delta]})
             await self._may_write.wait()

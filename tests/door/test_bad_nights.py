@@ -283,6 +283,28 @@ def test_an_overloaded_engine_is_not_taken_for_a_hung_one(
         run(story())
 
 
+def test_an_engine_that_works_for_others_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> None:
+    """Those others ask it themselves, or through another door: nothing but its metrics tells that they are answered."""
+    busy, *_ = mocks
+    with front_door([busy], config=IMPATIENT) as door:
+
+        async def story() -> None:
+            usual = await ask_all(door.port, [chat(stream=True)] * 4, 1)
+            assert all(answer.is_good for answer in usual)
+            busy.behaviour = Behaviour(num_chunks=30, gap_s=TIMEOUT_S / 6)
+            others = asyncio.create_task(ask(busy.port, chat(stream=True)))
+            await until(lambda: len(busy.work) == 5)
+            busy.behaviour = Behaviour(prefill_s=3 * TIMEOUT_S)
+            answer = await ask(door.port, chat(stream=True))
+            assert answer.is_good
+            assert answer.took_s > 2 * TIMEOUT_S
+            assert (await others).is_good
+            assert len(busy.work) == 6, "nobody was sent a second time"
+            assert door.live.metric("expediter:gateway_ejections_total") == 0
+
+        run(story())
+
+
 def test_a_retry_does_not_go_where_it_failed(mocks: list[MockBackend]) -> None:
     """Three break before the head; whoever asks gets the fourth, within the budget for retries."""
     with front_door(mocks) as door:

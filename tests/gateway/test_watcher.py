@@ -25,6 +25,10 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 4.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 100.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 20.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 3.0
 vllm:cache_config_info{block_size="32",kv_cache_size_tokens="16384",num_gpu_blocks="512",weird="a } b"} 1.0
 """
 
@@ -53,14 +57,24 @@ SGLANG = "".join(
 @pytest.mark.parametrize(
     ("page", "load"),
     [
-        (SGLANG, (6, 8, 0.25, 2000)),
-        (VLLM, (5, 4, 0.75, 16384)),
-        ('sglang:num_running_reqs{x="1"} 7\nsglang:num_queue_reqs 1\nsglang:token_usage 0.5\n', (7, 1, 0.5, None)),
-        ("llamacpp:requests_processing 1\nllamacpp:requests_deferred 2\n", (1, 2, None, None)),
-        ("tgi_batch_current_size 3\ntgi_queue_size 0 1700000000\n", (3, 0, None, None)),
+        (SGLANG, (6, 8, 0.25, 2000, None)),
+        (VLLM, (5, 4, 0.75, 16384, 123)),
+        (
+            'sglang:num_running_reqs{x="1"} 7\nsglang:num_queue_reqs 1\nsglang:token_usage 0.5\n',
+            (7, 1, 0.5, None, None),
+        ),
+        (
+            "llamacpp:requests_processing 1\nllamacpp:requests_deferred 2\nllamacpp:n_decode_total 9\n",
+            (1, 2, None, None, 9),
+        ),
+        (
+            "tgi_batch_current_size 3\ntgi_queue_size 0 1700000000\n"
+            'tgi_batch_inference_count{method="prefill"} 2\ntgi_batch_inference_count{method="decode"} 5\n',
+            (3, 0, None, None, 7),
+        ),
         (
             'vllm:num_requests_running{} 1\nvllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1',
-            (1, 0, None, 160),
+            (1, 0, None, 160, None),
         ),
     ],
 )
@@ -208,6 +222,22 @@ def test_metrics_that_are_stale_are_ignored_and_requests_go_on():
             await until(lambda: backend.reported is None)
             assert isinstance(backends.dispatcher.choose(prompt(), "m", 0.0), Chosen)
             assert backend.snapshot().num_requests == 0
+
+    asyncio.run(run())
+
+
+def test_metrics_that_count_work_are_a_sign_of_life():
+    async def run():
+        engine = Engine()
+        async with watched(engine) as backends:
+            (backend,) = backends
+            await until(lambda: backend.reported is not None)
+            before_s = backend.heard_s()
+            engine.metrics = VLLM.replace(" 20.0", " 21.0")
+            await until(lambda: backend.heard_s() > before_s)
+            worked_s, reported = backend.heard_s(), backend.reported
+            await until(lambda: backend.reported is not reported)
+            assert backend.heard_s() == worked_s, "another page with the same count is none"
 
     asyncio.run(run())
 

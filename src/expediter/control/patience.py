@@ -6,7 +6,8 @@ keeps the longest that ended well for the size of its request; it fades with tim
 
 A request's own silence is not enough: an overloaded engine leaves it in its queue, or pushes it aside and computes it
 again. Whoever sends others something meanwhile is busy and not hung; to give up all that wait there, and then whoever
-else they are sent to, would make an overload an outage. So the backend must have been silent to everybody for as long.
+else they are sent to, would make an overload an outage. So the backend must have been silent to everybody for as long,
+and its metrics, where it has any, must not have counted work: those others may be asking through another door.
 
 Where nothing is known yet, what is usual for the same model elsewhere counts, then what is usual for any. If that is
 not known either, the first byte may take as long as anything may: it depends on the prompt, the queue and the machine.
@@ -116,7 +117,7 @@ class Patience:
 
         Args:
             silent_s: how long it has heard nothing.
-            backend_silent_s: how long nobody has heard anything from the backend.
+            backend_silent_s: how long nobody has heard anything from the backend, and it has not counted work.
             limit_s: by `limit_s`.
         """
         if silent_s < limit_s:

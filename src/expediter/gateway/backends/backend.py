@@ -102,6 +102,7 @@ class Backend:
         num_context_tokens: of all their prompts.
         num_answered: of them, those whose prompt is computed.
         progress_s: when it last sent anything of a response, or was first sent something after being idle.
+        worked_s: when its metrics last showed that it had computed something, for anybody.
         elsewhere: what the other processes of this gateway have there.
         reported: what its metrics said, if that is not too old.
         outcomes: dispatches that have ended, by how.
@@ -129,6 +130,7 @@ class Backend:
     num_context_tokens: int = 0
     num_answered: int = 0
     progress_s: float = _NEVER
+    worked_s: float = _NEVER
     elsewhere: Counts = NOTHING
     reported: Reported | None = None
     num_dispatched: int = 0
@@ -173,9 +175,9 @@ class Backend:
             seat.is_stale = True
 
     def heard_s(self) -> float:
-        """Return when anything of a response last came from it, or when it was first sent something after idling."""
+        """Return when it last gave a sign of working: a response, its metrics, or getting work after idling."""
         began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)
-        return max(self.progress_s, max(began, default=self.progress_s))
+        return max(self.progress_s, self.worked_s, max(began, default=self.progress_s))
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""

@@ -1,4 +1,4 @@
-"""What a backend's Prometheus metrics say of its load, under the names of each engine.
+"""What a backend's Prometheus metrics say of its load and its work, under the names of each engine.
 
 Scanned by hand: a page of vLLM has some thousand lines of which a handful count, and prometheus_client's parser would
 hold up the event loop for milliseconds per page.
@@ -18,12 +18,14 @@ class Load(NamedTuple):
         num_running, num_waiting: requests, all engines behind the backend together.
         kv_use: share of the KV cache in use, the fullest engine's; None if it does not say.
         max_kv_tokens: tokens that the KV caches hold together; None if it does not say.
+        work: grows whenever anything is computed, in no unit; None if nothing there does.
     """
 
     num_running: int
     num_waiting: int
     kv_use: float | None
     max_kv_tokens: int | None
+    work: float | None
 
 
 # Expediter has vLLM's names. SGLang's and llama.cpp's metrics have to be switched on; TGI's are always on. Sources:
@@ -43,6 +45,17 @@ _KV_USE: Final = frozenset(
         "llamacpp:kv_cache_usage_ratio",  # before May 2025; since then it does not say
     }
 )
+_WORK: Final = frozenset(
+    {
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "sglang:prompt_tokens_total",
+        "sglang:generation_tokens_total",  # of requests that have ended
+        "sglang:realtime_tokens_total",
+        "llamacpp:n_decode_total",
+        "tgi_batch_inference_count",
+    }
+)
 _KV_TOKENS: Final = "sglang:max_total_num_tokens"
 _CACHE_CONFIG: Final = "vllm:cache_config_info"
 _PREFIXES: Final = ("vllm:", "sglang:", "llamacpp:", "tgi_")
@@ -56,6 +69,7 @@ def read_load(page: str) -> Load | None:
     waiting: dict[str, float] = {}
     kv_tokens: dict[str, float] = {}
     kv_use: list[float] = []
+    work: list[float] = []
     for line in page.splitlines():
         if not line.startswith(_PREFIXES):
             continue
@@ -68,6 +82,8 @@ def read_load(page: str) -> Load | None:
             _count(waiting, labels, value)
         elif name in _KV_USE:
             kv_use.append(value)
+        elif name in _WORK:
+            work.append(value)
         elif name == _KV_TOKENS:
             _count(kv_tokens, labels, value)
         elif name == _CACHE_CONFIG:
@@ -76,7 +92,8 @@ def read_load(page: str) -> Load | None:
         return None
     uses = [each for each in kv_use if each <= 1]
     total_tokens = int(sum(kv_tokens.values()))
-    return Load(int(sum(running.values())), int(sum(waiting.values())), max(uses, default=None), total_tokens or None)
+    num_running, num_waiting = int(sum(running.values())), int(sum(waiting.values()))
+    return Load(num_running, num_waiting, max(uses, default=None), total_tokens or None, sum(work) if work else None)
 
 
 def _count(counts: dict[str, float], labels: str, value: float) -> None:

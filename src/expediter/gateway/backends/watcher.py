@@ -62,6 +62,7 @@ class _Watched:
     Attributes:
         is_asked: whether it has been asked what it serves, in vain or not.
         others: requests of others that its last pages of metrics showed.
+        work: what the last of them that said so said it had computed.
         is_complained_of: it was written down that it does not answer.
         is_subscribed: its KV events are followed.
     """
@@ -71,6 +72,7 @@ class _Watched:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     is_asked: asyncio.Event = field(default_factory=asyncio.Event)
     others: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_AGREEING))
+    work: float | None = None
     is_complained_of: bool = False
     is_subscribed: bool = False
 
@@ -156,6 +158,10 @@ class Watcher:
             return
         if load is None:
             return
+        if load.work is not None:
+            if watched.work is not None and load.work != watched.work:
+                backend.worked_s = asked_s
+            watched.work = load.work
         ours = max(before, backend.num_in_flight)
         watched.others.append(max(0, load.num_running + load.num_waiting - ours))
         num_others = min(watched.others) if len(watched.others) == _NUM_AGREEING else 0
