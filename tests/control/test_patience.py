@@ -47,6 +47,14 @@ def test_several_times_what_is_usual_for_the_size():
     assert patience.limit_s(0, "m", Silence.START, size_of(Silence.START, 100, 64)) == 60.0
 
 
+def test_several_times_what_all_prompts_that_wait_there_take():
+    patience = Patience(CONFIG)
+    patience.borne(0, "m", Silence.GAP, 0.5, 1.0, now_s=0.0)
+    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=3.0) == pytest.approx(12.0)
+    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=0.1) == pytest.approx(2.0)
+    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=1e6) == 60.0
+
+
 def test_a_new_backend_is_borne_what_is_usual_elsewhere():
     patience = Patience(CONFIG)
     patience.borne(0, "m", Silence.GAP, 0.5, 1.0, now_s=0.0)

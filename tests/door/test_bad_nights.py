@@ -305,6 +305,27 @@ def test_an_engine_that_works_for_others_is_not_taken_for_a_hung_one(mocks: list
         run(story())
 
 
+def test_an_engine_that_computes_many_prompts_in_one_step_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> None:
+    """It takes as long as all of them take one by one, and says nothing to anybody until it is done."""
+    busy, *_ = mocks
+    one_s = TIMEOUT_S / 4
+    with front_door([busy], config=IMPATIENT) as door:
+
+        async def story() -> None:
+            for number in range(20):
+                share = (1 + number % 4) / 4
+                busy.behaviour = Behaviour(prefill_s=one_s * share)
+                assert (await ask(door.port, chat(f"{number} " + "x" * int(4000 * share), stream=True))).is_good
+            busy.behaviour = Behaviour(prefill_s=12 * one_s)
+            answers = await ask_all(door.port, [chat(f"{i} " + "y" * 4000, stream=True) for i in range(12)], 12)
+            assert all(answer.is_good for answer in answers)
+            assert min(answer.took_s for answer in answers) > 10 * one_s
+            assert len(busy.work) == 32, "nobody was sent a second time"
+            assert door.live.metric("expediter:gateway_ejections_total") == 0
+
+        run(story())
+
+
 def test_a_retry_does_not_go_where_it_failed(mocks: list[MockBackend]) -> None:
     """Three break before the head; whoever asks gets the fourth, within the budget for retries."""
     with front_door(mocks) as door:

@@ -9,6 +9,9 @@ again. Whoever sends others something meanwhile is busy and not hung; to give up
 else they are sent to, would make an overload an outage. So the backend must have been silent to everybody for as long,
 and its metrics, where it has any, must not have counted work: those others may be asking through another door.
 
+Nor is what is usual for a request alone enough: engines compute several prompts in one step and say nothing to anybody
+until all are done. So what a backend has to compute counts, by its learned speed, if that takes longer.
+
 Where nothing is known yet, what is usual for the same model elsewhere counts, then what is usual for any. If that is
 not known either, the first byte may take as long as anything may: it depends on the prompt, the queue and the machine.
 But who has begun to stream goes on steadily, so gaps have a usual length to begin with. A stream's own gaps count at
@@ -101,15 +104,25 @@ class Patience:
         if length >= longest * math.exp((at_s - now_s) / _FADE_S):
             known[place] = (length, now_s)
 
-    def limit_s(self, backend_id: int, model: str, silence: Silence, size: float, *, own_gap_s: float = 0.0) -> float:
+    def limit_s(
+        self,
+        backend_id: int,
+        model: str,
+        silence: Silence,
+        size: float,
+        *,
+        own_gap_s: float = 0.0,
+        prompts_s: float = 0.0,
+    ) -> float:
         """Return how long a backend may be silent.
 
         Args:
             size: by `size_of`; infinite where the client sets no bound on what is computed.
             own_gap_s: the longest gap that the same body has had so far.
+            prompts_s: what it takes, as predicted, to compute all prompts that are waiting there.
         """
         config = self._config
-        usual_s = max(own_gap_s, self._usual(backend_id, model, silence) * size)
+        usual_s = max(own_gap_s, prompts_s, self._usual(backend_id, model, silence) * size)
         return min(config.max_progress_s, max(config.min_progress_s, config.factor * usual_s))
 
     def is_over(self, silent_s: float, backend_silent_s: float, limit_s: float) -> bool:

@@ -179,6 +179,11 @@ class Backend:
         began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)
         return max(self.progress_s, self.worked_s, max(began, default=self.progress_s))
 
+    def prompts_s(self) -> float:
+        """Return how long it takes to compute the prompts that are pending there; 0 if its speed is not known."""
+        speed, num_tokens = self.profile.speed, self.num_pending_tokens + self.elsewhere.num_pending_tokens
+        return speed.prefill_s(num_tokens, 0) if speed.is_known else 0.0
+
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""
         others = 0 if self.reported is None else self.reported.num_others

@@ -200,7 +200,9 @@ class Relay:
         silence = Silence.GAP if self._is_answering else self._first_silence
         size = size_of(silence, dispatch.num_tokens, self._output_tokens)
         backend, model, patience = dispatch.backend, dispatch.model, self._patience
-        limit_s = patience.limit_s(backend.replica_id, model, silence, size, own_gap_s=self._max_gap_s)
+        limit_s = patience.limit_s(
+            backend.replica_id, model, silence, size, own_gap_s=self._max_gap_s, prompts_s=backend.prompts_s()
+        )
         if patience.is_over(silent_s, now_s - backend.heard_s(), limit_s):
             self.give_up(Failure.TIMEOUT, now_s)
 
