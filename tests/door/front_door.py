@@ -19,6 +19,10 @@ from tests.door.http_client import ask, chat
 from tests.door.mock_backends import Behaviour, MockBackend
 from tests.gateway.live_server import LiveServer, start_process, wait_until
 
+TIMEOUT_S = 1.5
+IMPATIENT = f"[door]\nmin_progress_s = {TIMEOUT_S}\n"
+"""A configuration that bears as little as a test can wait for."""
+
 
 class FrontDoor:
     """A running door.
