@@ -47,12 +47,16 @@ def test_several_times_what_is_usual_for_the_size():
     assert patience.limit_s(0, "m", Silence.START, size_of(Silence.START, 100, 64)) == 60.0
 
 
-def test_several_times_what_all_prompts_that_wait_there_take():
+def test_prompts_that_wait_there_may_all_be_computed_first():
     patience = Patience(CONFIG)
     patience.borne(0, "m", Silence.GAP, 0.5, 1.0, now_s=0.0)
-    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=3.0) == pytest.approx(12.0)
-    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=0.1) == pytest.approx(2.0)
-    assert patience.limit_s(0, "m", Silence.GAP, 1.0, prompts_s=1e6) == 60.0
+    assert patience.limit_s(0, "m", Silence.GAP, 1.0, num_pending_tokens=10_000) == pytest.approx(2.0), "nothing known"
+    patience.borne(0, "m", Silence.START, 1.0, size_of(Silence.START, 1488, 0), now_s=0.0)
+    assert patience.limit_s(0, "m", Silence.START, size_of(Silence.START, 1488, 0)) == pytest.approx(4.0)
+    for silence in (Silence.START, Silence.GAP):
+        limit_s = patience.limit_s(0, "m", silence, 1.0, num_pending_tokens=10_000)
+        assert limit_s == pytest.approx(20.0), "five times the work"
+    assert patience.limit_s(0, "m", Silence.GAP, 1.0, num_pending_tokens=10**9) == 60.0
 
 
 def test_a_new_backend_is_borne_what_is_usual_elsewhere():

@@ -10,7 +10,8 @@ else they are sent to, would make an overload an outage. So the backend must hav
 and its metrics, where it has any, must not have counted work: those others may be asking through another door.
 
 Nor is what is usual for a request alone enough: engines compute several prompts in one step and say nothing to anybody
-until all are done. So what a backend has to compute counts, by its learned speed, if that takes longer.
+until all are done. So the wait for a stream's first byte is measured by all prompt tokens to be computed before it, and
+whatever is waited for may take as long as those that are pending there.
 
 Where nothing is known yet, what is usual for the same model elsewhere counts, then what is usual for any. If that is
 not known either, the first byte may take as long as anything may: it depends on the prompt, the queue and the machine.
@@ -74,7 +75,11 @@ class PatienceConfig:
 
 
 def size_of(silence: Silence, num_prompt_tokens: int, num_output_tokens: float) -> float:
-    """Return what a silence's length is measured by."""
+    """Return what a silence's length is measured by.
+
+    Args:
+        num_prompt_tokens: of the request, and of those before it.
+    """
     if silence is Silence.WHOLE:
         return _WHOLE_TOKENS + num_output_tokens
     return float(_START_TOKENS + num_prompt_tokens) if silence is Silence.START else 1.0
@@ -112,16 +117,18 @@ class Patience:
         size: float,
         *,
         own_gap_s: float = 0.0,
-        prompts_s: float = 0.0,
+        num_pending_tokens: int = 0,
     ) -> float:
         """Return how long a backend may be silent.
 
         Args:
             size: by `size_of`; infinite where the client sets no bound on what is computed.
             own_gap_s: the longest gap that the same body has had so far.
-            prompts_s: what it takes, as predicted, to compute all prompts that are waiting there.
+            num_pending_tokens: of all prompts that are to be computed there.
         """
         config = self._config
+        token_s = self._usual(backend_id, model, Silence.START)
+        prompts_s = num_pending_tokens * token_s if token_s < math.inf else 0.0
         usual_s = max(own_gap_s, prompts_s, self._usual(backend_id, model, silence) * size)
         return min(config.max_progress_s, max(config.min_progress_s, config.factor * usual_s))
 

@@ -141,6 +141,11 @@ class Backend:
         return self.kind is Kind.OWN
 
     @property
+    def num_to_compute(self) -> int:
+        """Prompt tokens there that are not computed yet, those of this gateway's other processes too."""
+        return self.num_pending_tokens + self.elsewhere.num_pending_tokens
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that were dispatched to it, by any process of this gateway, and have not ended."""
         return len(self.live) + self.elsewhere.num_requests
@@ -178,11 +183,6 @@ class Backend:
         """Return when it last gave a sign of working: a response, its metrics, or getting work after idling."""
         began = (dispatch.progress_s for dispatch in self.live if dispatch.first_byte_s is not None)
         return max(self.progress_s, self.worked_s, max(began, default=self.progress_s))
-
-    def prompts_s(self) -> float:
-        """Return how long it takes to compute the prompts that are pending there; 0 if its speed is not known."""
-        speed, num_tokens = self.profile.speed, self.num_pending_tokens + self.elsewhere.num_pending_tokens
-        return speed.prefill_s(num_tokens, 0) if speed.is_known else 0.0
 
     def snapshot(self) -> ReplicaSnapshot:
         """Return what a router sees of it."""

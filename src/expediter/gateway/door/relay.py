@@ -201,7 +201,12 @@ class Relay:
         size = size_of(silence, dispatch.num_tokens, self._output_tokens)
         backend, model, patience = dispatch.backend, dispatch.model, self._patience
         limit_s = patience.limit_s(
-            backend.replica_id, model, silence, size, own_gap_s=self._max_gap_s, prompts_s=backend.prompts_s()
+            backend.replica_id,
+            model,
+            silence,
+            size,
+            own_gap_s=self._max_gap_s,
+            num_pending_tokens=backend.num_to_compute,
         )
         if patience.is_over(silent_s, now_s - backend.heard_s(), limit_s):
             self.give_up(Failure.TIMEOUT, now_s)
@@ -277,7 +282,7 @@ class Relay:
     def _learn(self, usage: Usage | None, now_s: float) -> None:
         dispatch, silence = self._dispatch, self._first_silence
         num_output = self._num_bytes / 4 if usage is None else usage.num_output_tokens
-        size = size_of(silence, dispatch.num_tokens, num_output)
+        size = size_of(silence, dispatch.num_ahead + dispatch.num_tokens, num_output)
         backend_id, model = dispatch.backend.replica_id, dispatch.model
         self._patience.borne(backend_id, model, silence, self._longest_start_s, size, now_s)
         if len(self._ends) > 1:
