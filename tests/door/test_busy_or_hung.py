@@ -5,9 +5,27 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.door.front_door import IMPATIENT, TIMEOUT_S, front_door, run, until
+from tests.door.front_door import IMPATIENT, TIMEOUT_S, FrontDoor, front_door, run, until
 from tests.door.http_client import ask, ask_all, chat
 from tests.door.mock_backends import Behaviour, MockBackend
+
+
+async def one_waits_beside_another(
+    door: FrontDoor, busy: MockBackend, others_port: int, late: Behaviour, *, stream: bool
+) -> None:
+    """A stream is answered at `others_port` while one request behind the door waits, and it gets its answer."""
+    usual = await ask_all(door.port, [chat(stream=stream)] * 4, 1)
+    assert all(answer.is_good for answer in usual)
+    busy.behaviour = Behaviour(num_chunks=30, gap_s=TIMEOUT_S / 6)
+    other = asyncio.create_task(ask(others_port, chat(stream=True)))
+    await until(lambda: len(busy.work) == 5)
+    busy.behaviour = late
+    answer = await ask(door.port, chat(stream=stream))
+    assert answer.is_good
+    assert answer.took_s > 2 * TIMEOUT_S
+    assert (await other).is_good
+    assert len(busy.work) == 6, "nobody was sent a second time"
+    assert door.live.metric("expediter:gateway_ejections_total") == 0
 
 
 def test_a_slow_stream_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> None:
@@ -40,44 +58,14 @@ def test_an_overloaded_engine_is_not_taken_for_a_hung_one(
     """One request hears nothing for far longer than is usual, and another is answered all the while."""
     busy, *_ = mocks
     with front_door([busy], config=f"{IMPATIENT}usual_gap_s = 0.3\n") as door:
-
-        async def story() -> None:
-            usual = await ask_all(door.port, [chat(stream=stream)] * 4, 1)
-            assert all(answer.is_good for answer in usual)
-            busy.behaviour = Behaviour(num_chunks=30, gap_s=TIMEOUT_S / 6)
-            other = asyncio.create_task(ask(door.port, chat(stream=True)))
-            await until(lambda: len(busy.work) == 5)
-            busy.behaviour = late
-            answer = await ask(door.port, chat(stream=stream))
-            assert answer.is_good
-            assert answer.took_s > 2 * TIMEOUT_S
-            assert (await other).is_good
-            assert len(busy.work) == 6, "nobody was sent a second time"
-            assert door.live.metric("expediter:gateway_ejections_total") == 0
-
-        run(story())
+        run(one_waits_beside_another(door, busy, door.port, late, stream=stream))
 
 
 def test_an_engine_that_works_for_others_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> None:
     """Those others ask it themselves, or through another door: nothing but its metrics tells that they are answered."""
     busy, *_ = mocks
     with front_door([busy], config=IMPATIENT) as door:
-
-        async def story() -> None:
-            usual = await ask_all(door.port, [chat(stream=True)] * 4, 1)
-            assert all(answer.is_good for answer in usual)
-            busy.behaviour = Behaviour(num_chunks=30, gap_s=TIMEOUT_S / 6)
-            others = asyncio.create_task(ask(busy.port, chat(stream=True)))
-            await until(lambda: len(busy.work) == 5)
-            busy.behaviour = Behaviour(prefill_s=3 * TIMEOUT_S)
-            answer = await ask(door.port, chat(stream=True))
-            assert answer.is_good
-            assert answer.took_s > 2 * TIMEOUT_S
-            assert (await others).is_good
-            assert len(busy.work) == 6, "nobody was sent a second time"
-            assert door.live.metric("expediter:gateway_ejections_total") == 0
-
-        run(story())
+        run(one_waits_beside_another(door, busy, busy.port, Behaviour(prefill_s=3 * TIMEOUT_S), stream=True))
 
 
 def test_an_engine_that_computes_many_prompts_in_one_step_is_not_taken_for_a_hung_one(mocks: list[MockBackend]) -> None:

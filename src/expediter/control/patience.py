@@ -78,7 +78,7 @@ def size_of(silence: Silence, num_prompt_tokens: int, num_output_tokens: float) 
     """Return what a silence's length is measured by.
 
     Args:
-        num_prompt_tokens: of the request, and of those before it.
+        num_prompt_tokens: that are computed before the first byte comes.
     """
     if silence is Silence.WHOLE:
         return _WHOLE_TOKENS + num_output_tokens

@@ -141,11 +141,6 @@ class Backend:
         return self.kind is Kind.OWN
 
     @property
-    def num_to_compute(self) -> int:
-        """Prompt tokens there that are not computed yet, those of this gateway's other processes too."""
-        return self.num_pending_tokens + self.elsewhere.num_pending_tokens
-
-    @property
     def num_in_flight(self) -> int:
         """Requests that were dispatched to it, by any process of this gateway, and have not ended."""
         return len(self.live) + self.elsewhere.num_requests

@@ -206,7 +206,7 @@ class Relay:
             silence,
             size,
             own_gap_s=self._max_gap_s,
-            num_pending_tokens=backend.num_to_compute,
+            num_pending_tokens=backend.snapshot().num_pending_tokens,
         )
         if patience.is_over(silent_s, now_s - backend.heard_s(), limit_s):
             self.give_up(Failure.TIMEOUT, now_s)
