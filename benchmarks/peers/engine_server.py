@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
+from expediter.assembly.server_process import left_at_sigterm
+
 _START_TIMEOUT_S: Final = 600.0
 """vLLM takes one to two minutes on an idle machine, most of it imports."""
 _STOP_TIMEOUT_S: Final = 30.0
@@ -112,8 +114,8 @@ Server = TypeVar("Server", bound=EngineServer)
 
 @contextmanager
 def all_ready(servers: Sequence[Server]) -> Iterator[Sequence[Server]]:
-    """Wait for servers that were started, and stop them when the block ends."""
-    with ExitStack() as stack:
+    """Wait for servers that were started, and stop them when the block ends, by SIGTERM too."""
+    with left_at_sigterm(), ExitStack() as stack:
         for server in servers:
             stack.enter_context(server)
         for server in servers:

@@ -31,6 +31,7 @@ from benchmarks.router.processes import (
     sglang_router,
     smg,
 )
+from expediter.assembly.server_process import left_at_sigterm
 
 NUM_BACKENDS: Final = 4
 NUM_CHUNKS: Final = 64
@@ -140,7 +141,7 @@ def main() -> None:
     add_json_option(parser)
     args = parser.parse_args()
     samples: dict[tuple[str, str], list[float]] = {}
-    with ExitStack() as stack:
+    with left_at_sigterm(), ExitStack() as stack:
         folder = Path(stack.enter_context(scratch()))
         generator = compile_c("load_generator", folder)
         backends = Backends(compile_c("mock_backend", folder), NUM_BACKENDS, NUM_CHUNKS, GAP_US)

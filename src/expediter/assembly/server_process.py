@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 from expediter.core.errors import ReplicaError
 
@@ -22,7 +25,7 @@ _STOP_TIMEOUT_S = 30.0
 def running_server(arguments: Sequence[str], port: int | None = None) -> Iterator[str]:
     """Run `expediter serve` with these arguments on the loopback interface; yield its URL once ready.
 
-    Its output goes where ours goes. It is stopped on the way out, whatever happens inside.
+    Its output goes where ours goes. It is stopped on the way out, whatever happens inside, SIGTERM included.
 
     Args:
         port: None for a free one.
@@ -32,17 +35,38 @@ def running_server(arguments: Sequence[str], port: int | None = None) -> Iterato
     port = free_port() if port is None else port
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "expediter.cli.main", "serve", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - our own command line
-    try:
-        _wait_until_ready(process, url)
-        yield url
-    finally:
-        process.terminate()
+    with left_at_sigterm():
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - our own command line
         try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _wait_until_ready(process, url)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def left_at_sigterm() -> Iterator[None]:
+    """Leave the block by SystemExit at SIGTERM, which else ends a process on the spot, and what it started goes on.
+
+    Python hears signals in its main thread; a block in another one is left as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
