@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,8 @@ from tests.engines.engine_door import (
     text,
     wait_until,
 )
+
+from expediter.gateway.backends.metrics_text import read_load
 
 MODEL = "smollm2"
 NUM_SLOTS = 2
@@ -198,13 +201,34 @@ def test_comments_while_a_prompt_is_computed_are_no_first_token(door: EngineDoor
     assert door.told(name)["spans"][-2]["details"]["first_byte_s"] > (first_s + token_s) / 2
 
 
+def test_its_metrics_count_work_before_a_request_has_ended(pair: Sequence[LlamaCppServer]) -> None:
+    """So a server that works for somebody else's long request is not taken for hung."""
+
+    def work() -> float:
+        with urllib.request.urlopen(f"{pair[1].url}/metrics", timeout=30) as page:
+            load = read_load(page.read().decode())
+        assert load is not None
+        assert load.work is not None
+        return load.work
+
+    before = work()
+    with asked(pair[1].url, "/v1/completions", {**ENDLESS, "stream": True}) as connection:
+        answer = connection.getresponse()
+        for _ in range(20):
+            answer.readline()
+        under_way = work()
+        assert pair[1].metric("llamacpp:requests_processing") == 1
+    assert before < under_way < before + ENDLESS["max_tokens"]
+
+
 def test_one_dies_and_comes_back(door: EngineDoor, pair: Sequence[LlamaCppServer]) -> None:
     """Last: it takes a server away. While it loads its model it answers 503, and gets nothing."""
     dying = pair[0]
     dying.kill()
     for seed in range(6):
         post(door.url, "/v1/completions", {"model": MODEL, "prompt": text(200 + seed, 8), "max_tokens": 1})
-    assert [backend["state"] for backend in door.backends()] == ["ejected", "up"]
+    # By a request, or by a probe once nobody has heard of it for five seconds: both idle, and the other may be faster.
+    wait_until(lambda: [backend["state"] for backend in door.backends()] == ["ejected", "up"], "its death is known")
     dying.start()
     dying.wait_until_ready()
     wait_until(lambda: door.backends()[0]["state"] != "ejected", "it may be tried")
