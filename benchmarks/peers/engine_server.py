@@ -79,9 +79,14 @@ class EngineServer:
 
     def metric(self, name: str) -> float:
         """Return the sum of one of its metrics over all labels, e.g. `vllm:num_requests_running`."""
+        values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.metrics_page(), re.MULTILINE)
+        return sum(map(float, values))
+
+    def metrics_page(self) -> str:
+        """Return all its metrics, as Prometheus would get them."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+            page: bytes = answer.read()
+        return page.decode()
 
     def last_words(self) -> str:
         self._said.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,8 +204,7 @@ def test_its_metrics_count_work_before_a_request_has_ended(pair: Sequence[LlamaC
     """So a server that works for somebody else's long request is not taken for hung."""
 
     def work() -> float:
-        with urllib.request.urlopen(f"{pair[1].url}/metrics", timeout=30) as page:
-            load = read_load(page.read().decode())
+        load = read_load(pair[1].metrics_page())
         assert load is not None
         assert load.work is not None
         return load.work
